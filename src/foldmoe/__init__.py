@@ -1,0 +1,1 @@
+"""MoE layers with the shared expert folded into the routed experts launch."""

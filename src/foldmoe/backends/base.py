@@ -1,0 +1,139 @@
+"""What a backend is.
+
+A backend says what it can run (``supports``), turns stored weights into its own layout and back (``pack`` and
+``unpack``), and runs a packed layer. The planner asks the first question, the front door the rest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from foldmoe.planner import capability
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foldmoe.moe import Activation, ExpertWeights, LayerSpec
+    from foldmoe.moe.spec import ActivationPrecision
+    from foldmoe.planner.devices import Device
+    from foldmoe.planner.plan import Rows
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward call, checked by the front door: every backend gets the same clean arguments.
+
+    Args:
+        x: ``[M, H]`` bf16, fp16 or float32, contiguous.
+        topk_ids: ``[M, K]`` int32 or int64 local expert ids; -1 (or anything else outside 0 .. E-1) is no route.
+        topk_weights: ``[M, K]`` float32.
+        shared_weights: ``[M]`` float32, or None for 1.
+        routed_scale: multiplies the routed sum.
+        num_valid_tokens: int, or an int32 tensor of one element on x's device; rows from there on are padding.
+        shared_rows: (start, end) rows that get the shared part, ints or an int32 tensor ``[2]``; None for all.
+    """
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    shared_weights: Tensor | None = None
+    routed_scale: float = 1.0
+    num_valid_tokens: int | Tensor | None = None
+    shared_rows: tuple[int, int] | Tensor | None = None
+
+
+class PackedLayer(ABC):
+    """A layer in a backend's own layout."""
+
+    @abstractmethod
+    def forward(self, call: Call, *, folded: bool) -> Tensor:
+        """Run the layer.
+
+        Args:
+            call: checked arguments.
+            folded: routed and shared in one launch; otherwise the shared part runs after the routed experts over the
+                same packed weights.
+
+        Returns:
+            ``[M, H]`` in x's dtype.
+        """
+
+    @abstractmethod
+    def forward_shared(self, call: Call) -> Tensor:
+        """The shared part alone, ``[M, H]`` float32 (rows that do not get it are zero); for a second stream."""
+
+    @abstractmethod
+    def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
+        """The stored weights, bit for bit."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held by the packed weights."""
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Bytes of scratch held between calls, shared by all layers on the same stream."""
+        return 0
+
+    def stats(self) -> dict[str, object]:
+        """Counters and facts for people: ids that were out of range, the config last chosen, tuned-table hits."""
+        return {}
+
+
+class Backend(ABC):
+    """One way to run layers."""
+
+    name: ClassVar[str]
+    deterministic: ClassVar[bool]
+    """The same token gives the same bits whatever else is in the batch, run after run."""
+
+    @abstractmethod
+    def unavailable(self, device: Device) -> str | None:
+        """Why this backend cannot run on ``device`` at all, or None."""
+
+    @abstractmethod
+    def supports(self, spec: LayerSpec, activations: ActivationPrecision) -> tuple[str, ...]:
+        """Why this backend cannot run ``spec`` natively folded, as stored; empty if it can."""
+
+    def packed_nbytes(self, spec: LayerSpec) -> int:
+        """Bytes that the packed weights of ``spec`` (one rank's part) take; the stored bytes unless overridden."""
+        return spec.nbytes
+
+    def fold_rows(self, spec: LayerSpec, device: Device) -> tuple[Rows, ...]:
+        """Ranges of token counts where folding measured faster than two streams; everywhere unless overridden."""
+        return ((0, None),)
+
+    @abstractmethod
+    def pack(
+        self,
+        routed: ExpertWeights,
+        shared: ExpertWeights | None,
+        *,
+        activation: Activation,
+        shared_activation: Activation,
+        activations: ActivationPrecision,
+        consume: bool = False,
+    ) -> PackedLayer:
+        """Stored weights to this backend's layout.
+
+        Args:
+            routed, shared: weights as stored, on the device that will run them.
+            consume: the backend may reuse the given storage for its own layout; the caller must not touch it again.
+
+        Raises:
+            ValueError: for weights that ``supports`` could not judge from a header (a span of scales, say).
+        """
+
+
+def get(name: str) -> Backend:
+    """A registered backend by name.
+
+    Raises:
+        ValueError: naming the ones there are.
+    """
+    found = capability.find(name)
+    assert isinstance(found, Backend)
+    return found

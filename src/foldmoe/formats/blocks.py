@@ -1,0 +1,44 @@
+"""Block scales: which scale belongs to which element, with a last block that may be short."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Block = tuple[int, int]
+
+
+def scale_shape(rows: int, columns: int, block: Block) -> tuple[int, int]:
+    """Scales that an ``[rows, columns]`` matrix needs with ``block`` = (rows, columns) a scale."""
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def expand(scales: Tensor, rows: int, columns: int, block: Block) -> Tensor:
+    """Scales ``[..., ceil(rows/bn), ceil(columns/bk)]`` to one per element ``[..., rows, columns]``."""
+    if block[0] > 1:
+        scales = scales.repeat_interleave(block[0], dim=-2)
+    if block[1] > 1:
+        scales = scales.repeat_interleave(block[1], dim=-1)
+    return scales[..., :rows, :columns]
+
+
+def regrid(scales: Tensor, rows: int, columns: int, old: Block, new: Block) -> Tensor:
+    """The same scales on a finer grid: exact, since every new block lies in one old block.
+
+    Raises:
+        ValueError: if ``new`` does not divide ``old``.
+    """
+    if old[0] % new[0] or old[1] % new[1]:
+        raise ValueError(f"block {new} does not divide block {old}: a new block would straddle two scales")
+    for dim, (n, coarse, fine) in enumerate(((rows, old[0], new[0]), (columns, old[1], new[1])), start=-2):
+        if coarse != fine:
+            scales = scales.repeat_interleave(coarse // fine, dim=dim).narrow(dim, 0, -(-n // fine))
+    return scales
+
+
+def shard_block(block: int, width: int, parts: int) -> int:
+    """Scale block that survives cutting ``width`` into ``parts``: 128-blocks cut at 192 become 64-blocks."""
+    return gcd(block, width // parts) if width % parts == 0 else 1

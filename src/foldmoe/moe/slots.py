@@ -1,0 +1,157 @@
+"""Expert-parallel slots: one extra slot per rank that holds the shared expert.
+
+With ``n`` routed experts on ``R`` ranks, rank r's slots are its routed experts followed by one shared slot. Where n
+divides evenly (L = n / R), that is ``slot(e) = e + e // L`` and ``shared(r) = r * (L + 1) + L``; uneven ranges shift
+by the rank that holds the expert all the same. -1 stays -1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foldmoe.moe.spec import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class SlotMap:
+    """Slots of ``experts_per_rank`` physical experts and one shared slot on every rank.
+
+    Args:
+        experts_per_rank: routed experts that each rank holds, redundant (EPLB) ones included.
+
+    Raises:
+        ValueError: for a negative count or no rank at all.
+    """
+
+    experts_per_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.experts_per_rank or min(self.experts_per_rank) < 0:
+            raise ValueError(f"experts per rank must be counts >= 0 of at least one rank: {self.experts_per_rank}")
+
+    @classmethod
+    def even(cls, experts: int, ranks: int) -> SlotMap:
+        """``experts`` in contiguous ranges over ``ranks``; the first ranks hold one more if they do not divide."""
+        return cls(tuple(len(Placement(ranks, rank).experts(experts)) for rank in range(ranks)))
+
+    @property
+    def num_experts(self) -> int:
+        return sum(self.experts_per_rank)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_experts + len(self.experts_per_rank)
+
+    def shared_slot(self, rank: int) -> int:
+        """The slot of ``rank``'s copy of the shared expert.
+
+        Raises:
+            ValueError: for a rank that does not exist.
+        """
+        if not 0 <= rank < len(self.experts_per_rank):
+            raise ValueError(f"rank {rank} of {len(self.experts_per_rank)}")
+        return sum(self.experts_per_rank[: rank + 1]) + rank
+
+    def to_slots(self, ids: Tensor) -> Tensor:
+        """Physical expert ids to slots, same shape and dtype; -1 stays.
+
+        Raises:
+            ValueError: for ids outside -1 .. num_experts - 1: a list that already carries slots is refused.
+        """
+        self._check(ids, self.num_experts, "expert ids")
+        ends = torch.tensor(self.experts_per_rank, device=ids.device).cumsum(0)
+        rank = torch.bucketize(ids.contiguous(), ends, right=True)
+        return torch.where(ids < 0, ids, ids + rank.to(ids.dtype))
+
+    def from_slots(self, slots: Tensor) -> Tensor:
+        """Inverse of :meth:`to_slots`; a shared slot and -1 both become -1."""
+        self._check(slots, self.num_slots, "slots")
+        shared = torch.tensor([self.shared_slot(r) for r in range(len(self.experts_per_rank))], device=slots.device)
+        rank = torch.bucketize(slots.contiguous(), shared, right=False)
+        is_shared = torch.isin(slots, shared.to(slots.dtype))
+        return torch.where((slots < 0) | is_shared, torch.full_like(slots, -1), slots - rank.to(slots.dtype))
+
+    @staticmethod
+    def _check(ids: Tensor, limit: int, what: str) -> None:
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{what} must be int32 or int64, found {ids.dtype}")
+        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= limit):
+            raise ValueError(f"{what} must lie in -1 .. {limit - 1}, found {int(ids.min())} .. {int(ids.max())}")
+
+
+def append_shared_slot(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    experts_per_rank: int | Sequence[int],
+    rank: int,
+    ranks: int | None = None,
+    shared_weights: Tensor | None = None,
+    top_k: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Remap routed ids to slots and give every token a route to its own rank's shared slot.
+
+    Args:
+        topk_ids: ``[M, K]`` int32 or int64 physical routed ids, -1 for none.
+        topk_weights: ``[M, K]`` float32, ``routed_scaling_factor`` already in them.
+        experts_per_rank: L, the same on every rank, or one count a rank.
+        rank: this rank.
+        ranks: needed to check ids when ``experts_per_rank`` is one number.
+        shared_weights: ``[M]`` weights of the shared expert; 1 where None.
+        top_k: the layer's K; a wider list (one that already carries a slot, say) is refused.
+
+    Returns:
+        ``(ids [M, K+1], weights [M, K+1])``, the shared route last.
+
+    Raises:
+        ValueError: wrong shapes, ids out of range, or a list that is wider than ``top_k``.
+        TypeError: ids that are no integers.
+    """
+    if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape:
+        raise ValueError(f"ids {list(topk_ids.shape)} and weights {list(topk_weights.shape)} must both be [M, K]")
+    if top_k is not None and topk_ids.shape[1] != top_k:
+        raise ValueError(
+            f"the route list is {topk_ids.shape[1]} wide but the router chooses {top_k}: "
+            "a shared slot is appended here and never comes from the router"
+        )
+    if isinstance(experts_per_rank, int):
+        highest = int(topk_ids.max()) if topk_ids.numel() else 0
+        count = ranks if ranks is not None else max(rank, highest // max(experts_per_rank, 1)) + 1
+        slots = SlotMap((experts_per_rank,) * count)
+    else:
+        slots = SlotMap(tuple(experts_per_rank))
+    tokens = topk_ids.shape[0]
+    shared_ids = topk_ids.new_full((tokens, 1), slots.shared_slot(rank))
+    ones = topk_weights.new_ones(tokens, 1) if shared_weights is None else shared_weights.view(-1, 1).to(topk_weights)
+    return torch.cat((slots.to_slots(topk_ids), shared_ids), 1), torch.cat((topk_weights, ones), 1)
+
+
+def to_physical(logical_ids: Tensor, physical: Tensor, *, replicas: Tensor | None = None) -> Tensor:
+    """Logical to physical experts under redundant placement (EPLB), before any slot map.
+
+    Args:
+        logical_ids: ``[M, K]``, -1 for none.
+        physical: ``[n, max_replicas]`` physical ids of each logical expert, -1 where it has fewer replicas.
+        replicas: ``[n]`` replicas of each; counted from ``physical`` if None.
+
+    Returns:
+        Physical ids ``[M, K]``; replicas are taken in turn by token row, so that the choice is deterministic.
+    """
+    counts = (physical >= 0).sum(dim=-1) if replicas is None else replicas
+    safe = logical_ids.clamp_min(0).to(torch.int64)
+    row = torch.arange(logical_ids.shape[0], device=logical_ids.device)[:, None]
+    chosen = physical[safe, row % counts[safe].clamp_min(1)].to(logical_ids.dtype)
+    return torch.where(logical_ids < 0, logical_ids, chosen)
+
+
+def expert_load(logical_ids: Tensor, num_experts: int) -> Tensor:
+    """Routes per logical routed expert, ``[num_experts]`` int64; -1 and shared slots never count."""
+    valid = logical_ids[(logical_ids >= 0) & (logical_ids < num_experts)]
+    return torch.bincount(valid.flatten().to(torch.int64), minlength=num_experts)

@@ -1,0 +1,109 @@
+"""``LayerPlan``: the one decision about a layer, made once and handed to loader, backend, integration and report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from foldmoe.moe.spec import ActivationPrecision, LayerSpec, Placement
+
+Strategy = Literal["native", "slot", "serial"]
+Arm = Literal["folded", "dual-stream", "serial", "stock"]
+Rows = tuple[int, int | None]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one layer runs, and why not better.
+
+    Args:
+        spec: the layer's facts.
+        strategy: "native" (shared expert folded as stored), "slot" (folded as one more routed expert) or "serial".
+        arm: "folded", or how an unfolded layer runs: "serial", "dual-stream" or "stock" (the engine's own layer).
+        backend: name of the backend; "stock" where the engine keeps the layer.
+        activations: precision of x and act(.).
+        reasons: why each better strategy, backend or precision was refused, and other facts worth a line.
+        bytes_before: bytes of this layer's experts that one rank holds as stored, unfolded.
+        bytes_after: bytes that one rank holds under this plan.
+        requantize: the shared expert is lowered to the routed format, because the user asked by name.
+        padded_width: width that the shared expert is padded to; None: its own.
+        fold_rows: ranges (start, end) of token counts where folding measured faster; outside them the layer runs
+            dual-stream over the same packed weights. Empty for an unfolded layer.
+        placement: where this rank stands.
+    """
+
+    spec: LayerSpec
+    strategy: Strategy
+    arm: Arm
+    backend: str
+    activations: ActivationPrecision
+    reasons: tuple[str, ...] = ()
+    bytes_before: int = 0
+    bytes_after: int = 0
+    requantize: bool = False
+    padded_width: int | None = None
+    fold_rows: tuple[Rows, ...] = ()
+    placement: Placement = field(default_factory=Placement)
+
+    @property
+    def layer(self) -> str:
+        return self.spec.name
+
+    @property
+    def folded(self) -> bool:
+        return self.arm == "folded"
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes a rank holds beyond the unfolded layer's."""
+        return self.bytes_after - self.bytes_before
+
+    def folds_at(self, tokens: int) -> bool:
+        """Whether a batch of ``tokens`` rows runs folded."""
+        return self.folded and any(start <= tokens and (end is None or tokens < end) for start, end in self.fold_rows)
+
+    def decision(self) -> dict[str, Any]:
+        """What every rank must agree on; no rank's own place and no text for people."""
+        s = self.spec
+        return {
+            "layer": s.name,
+            "strategy": self.strategy,
+            "arm": self.arm,
+            "backend": self.backend,
+            "activations": self.activations,
+            "requantize": self.requantize,
+            "padded_width": self.padded_width,
+            "fold_rows": [list(rows) for rows in self.fold_rows],
+            "hidden": s.hidden,
+            "top_k": s.top_k,
+            "routed": str(s.routed),
+            "shared": str(s.shared),
+            "ep_size": self.placement.ep_size,
+            "tp_size": self.placement.tp_size,
+        }
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits over :meth:`decision`; ranks compare them once, at load."""
+        return hashlib.sha256(json.dumps(self.decision(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the decision, its reasons and its bytes."""
+        return {
+            **self.decision(),
+            "reasons": list(self.reasons),
+            "notes": list(self.spec.notes),
+            "draft": self.spec.draft,
+            "shared_gate": self.spec.shared_gate,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "extra_bytes": self.extra_bytes,
+            "placement": asdict(self.placement),
+            "digest": self.digest,
+        }
+
+    def __str__(self) -> str:
+        how = self.strategy if self.folded else self.arm
+        return f"{self.layer}: {how} on {self.backend}, activations {self.activations}, {self.extra_bytes:+,} B"
