@@ -7,8 +7,10 @@ A backend says what it can run (``supports``), turns stored weights into its own
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 from foldmoe.planner import capability
 
@@ -63,6 +65,21 @@ class PackedLayer(ABC):
     @abstractmethod
     def forward_shared(self, call: Call) -> Tensor:
         """The shared part alone, ``[M, H]`` float32 (rows that do not get it are zero); for a second stream."""
+
+    def forward_dual(self, call: Call, stream: torch.cuda.Stream) -> Tensor:
+        """Routed experts on the current stream, the shared expert on ``stream``, then an add: what engines do unfolded.
+
+        Returns:
+            ``[M, H]`` in x's dtype.
+        """
+        main = torch.cuda.current_stream(call.x.device)
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            shared = self.forward_shared(call)
+        routed = self.forward(replace(call, shared_rows=(0, 0)), folded=False)
+        main.wait_stream(stream)
+        shared.record_stream(main)
+        return (routed.to(torch.float32) + shared).to(call.x.dtype)
 
     @abstractmethod
     def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from math import gcd
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 Block = tuple[int, int]
 
@@ -23,6 +23,12 @@ def expand(scales: Tensor, rows: int, columns: int, block: Block) -> Tensor:
     if block[1] > 1:
         scales = scales.repeat_interleave(block[1], dim=-1)
     return scales[..., :rows, :columns]
+
+
+def groups(matrix: Tensor, size: int) -> Tensor:
+    """``[..., K]`` as ``[..., ceil(K/size), size]``; a short last group is filled with zeros."""
+    count = -(-matrix.shape[-1] // size)
+    return torch.unflatten(pad(matrix, (0, count * size - matrix.shape[-1])), -1, (count, size))
 
 
 def regrid(scales: Tensor, rows: int, columns: int, old: Block, new: Block) -> Tensor:

@@ -35,7 +35,7 @@ def refuse_nan(tensor: QuantizedTensor, name: str, scale_name: str | None = None
     for role, stored in tensor.tensors().items():
         found = nan_positions(stored, e8m0_scales=role == "scales" and tensor.e8m0_scales)
         if len(found):
-            label = name if role == "values" else scale_name or f"{name} ({role})"
+            label = scale_name if role == "scales" and scale_name else name if role == "values" else f"{name} ({role})"
             raise ValueError(
                 f"{label}: {len(found)} NaN or Inf, the first at {found[0].tolist()}; "
                 f"expected finite {tensor.format.value} numbers. The file is damaged or was exported wrongly"

@@ -40,13 +40,16 @@ def quantize_block(
             (as V4.1 stores them), False for FP8_128x128 (as V3 and GLM do).
 
     Raises:
-        ValueError: if ``format`` is not an FP8 one.
+        ValueError: if ``format`` is not an FP8 one, or the weight holds NaN or Inf.
     """
     if not format.fp8:
         raise ValueError(f"quantize_block writes FP8 formats, not {format.value}")
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"{format.value} weights hold neither NaN nor Inf; the weight to quantise does")
     rows, columns = weight.shape[-2:]
     amax = _block_amax(weight.abs().to(torch.float32), format.block)
-    scale = torch.where(amax > 0, amax / MAX, torch.ones_like(amax))
+    scale = amax / MAX
+    scale = torch.where(scale > 0, scale, torch.ones_like(amax))  # amax 0, or so small that amax / 448 is
     stored = scale
     if e8m0_scales if e8m0_scales is not None else format is not Format.FP8_128x128:
         stored = e8m0.encode_ceil(scale).view(torch.float8_e8m0fnu)
@@ -62,10 +65,8 @@ def dequantize_block(tensor: QuantizedTensor, dtype: torch.dtype = torch.float32
 
 def _block_amax(magnitude: Tensor, block: blocks.Block) -> Tensor:
     """Maximum of every block of ``[..., N, K]``; a short last block counts its own elements alone."""
-    rows, columns = magnitude.shape[-2:]
-    n, k = blocks.scale_shape(rows, columns, block)
-    padded = torch.nn.functional.pad(magnitude, (0, k * block[1] - columns, 0, n * block[0] - rows))
-    return padded.unflatten(-1, (k, block[1])).unflatten(-3, (n, block[0])).amax(dim=(-1, -3))
+    across = blocks.groups(magnitude, block[1]).amax(dim=-1)
+    return blocks.groups(across.transpose(-1, -2), block[0]).amax(dim=-1).transpose(-1, -2)
 
 
 def quantize_activations(x: Tensor, group: int | None = ACTIVATION_GROUP) -> tuple[Tensor, Tensor]:
@@ -79,12 +80,25 @@ def quantize_activations(x: Tensor, group: int | None = ACTIVATION_GROUP) -> tup
     wide = x.to(torch.float32)
     amax = _block_amax(wide.abs().nan_to_num(0.0), (1, group)).clamp_min(AMAX_FLOOR)
     scale = e8m0.decode(e8m0.encode_ceil(amax / MAX))
-    spread = blocks.expand(scale, *x.shape[-2:], (1, group))
+    spread = blocks.expand(scale, x.shape[-2], columns, (1, group))
     return cast(wide / spread), scale
 
 
-def dequantize_activations(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Inverse of :func:`quantize_activations`, up to its rounding."""
+def dequantize_activations(
+    values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, *, group: int = ACTIVATION_GROUP
+) -> Tensor:
+    """Inverse of :func:`quantize_activations`, up to its rounding.
+
+    One scale a row is read as such, whatever the group.
+
+    Raises:
+        ValueError: if there is neither one scale a row nor one a group.
+    """
     rows, columns = values.shape[-2:]
-    group = columns if scale.shape[-1] == 1 else ACTIVATION_GROUP
+    if scale.shape[-1] == 1:
+        group = max(columns, 1)
+    elif scale.shape[-1] != -(-columns // group):
+        raise ValueError(
+            f"{columns} columns in groups of {group} need {-(-columns // group)} scales, found {scale.shape[-1]}"
+        )
     return values.to(dtype) * blocks.expand(scale.to(dtype), rows, columns, (1, group))

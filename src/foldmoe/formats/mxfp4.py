@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foldmoe.formats import e2m1, e8m0
+from foldmoe.formats import blocks, e2m1, e8m0
 from foldmoe.formats.tensor import Format, QuantizedTensor
 
 GROUP = 32
@@ -25,8 +25,7 @@ def quantize(weight: Tensor) -> QuantizedTensor:
         raise ValueError(f"MXFP4 packs two columns a byte: K must be even, found {columns}")
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("MXFP4 holds neither NaN nor Inf; the weight to quantise does")
-    groups = -(-columns // GROUP)
-    wide = torch.nn.functional.pad(weight.to(torch.float32), (0, groups * GROUP - columns)).unflatten(-1, (groups, GROUP))
+    wide = blocks.groups(weight.to(torch.float32), GROUP)
     amax = wide.abs().amax(dim=-1)
     low = torch.where(amax > 0, torch.frexp(amax).exponent - 3, torch.zeros_like(amax, dtype=torch.int32))
     candidates = [_try_exponent(wide, (low + step).clamp(-127, 127)) for step in (0, 1)]

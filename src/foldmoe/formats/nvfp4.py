@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foldmoe.formats import e2m1, fp8
+from foldmoe.formats import blocks, e2m1, fp8
 from foldmoe.formats.tensor import Format, QuantizedTensor
 
 GROUP = 16
@@ -17,15 +17,17 @@ def quantize(weight: Tensor) -> QuantizedTensor:
     Source of the two-level rule: NVIDIA TensorRT Model Optimizer's NVFP4 recipe.
 
     Raises:
-        ValueError: if K is odd.
+        ValueError: if K is odd, or the weight holds NaN or Inf.
     """
     columns = weight.shape[-1]
     if columns % 2:
         raise ValueError(f"NVFP4 packs two columns a byte: K must be even, found {columns}")
-    groups = -(-columns // GROUP)
-    wide = torch.nn.functional.pad(weight.to(torch.float32), (0, groups * GROUP - columns)).unflatten(-1, (groups, GROUP))
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("NVFP4 holds neither NaN nor Inf; the weight to quantise does")
+    wide = blocks.groups(weight.to(torch.float32), GROUP)
     amax = wide.abs().amax(dim=(-3, -2, -1))
-    global_scale = torch.where(amax > 0, amax / (e2m1.MAX * fp8.MAX), torch.ones_like(amax))
+    global_scale = amax / (e2m1.MAX * fp8.MAX)
+    global_scale = torch.where(global_scale > 0, global_scale, torch.ones_like(amax))
     scales = fp8.cast(wide.abs().amax(dim=-1) / e2m1.MAX / global_scale[..., None, None])
     step = scales.to(torch.float32) * global_scale[..., None, None]
     codes = e2m1.encode(wide / torch.where(step > 0, step, torch.ones_like(step))[..., None])

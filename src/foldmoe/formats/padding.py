@@ -10,39 +10,49 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foldmoe.formats import blocks
+from foldmoe.formats.cutting import cut, stack_rows
 
 if TYPE_CHECKING:
     from foldmoe.formats.tensor import QuantizedTensor
 
 
-def pad_intermediate(gate_up: QuantizedTensor, down: QuantizedTensor, width: int) -> tuple[QuantizedTensor, QuantizedTensor]:
+def pad_intermediate(
+    gate_up: QuantizedTensor, down: QuantizedTensor, width: int
+) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Widen experts from I to ``width``: gate and up rows and down columns gain zeros, new scales are 1.
 
     act(0, 0) = 0, so the layer's result keeps every bit. ``gate_up`` is ``[..., 2I, H]``, ``down`` ``[..., H, I]``.
 
     Raises:
-        ValueError: if ``width`` is smaller than I.
+        ValueError: if ``width`` is smaller than I, or cuts a scale block or a byte.
     """
     narrow = down.shape[-1]
     if width < narrow:
         raise ValueError(f"cannot pad a width of {narrow} down to {width}")
-    halves = [_pad_rows(_rows(gate_up, half, narrow), width) for half in (0, 1)]
-    stacked = _stack_rows(halves[0], halves[1])
-    return stacked, _pad_columns(down, width)
+    if gate_up.shape[-2] != 2 * narrow:
+        raise ValueError(f"gate_up {list(gate_up.shape)} and down {list(down.shape)} do not belong together")
+    if width % gate_up.block[0] or (down.format.packed and width % 2):
+        raise ValueError(
+            f"{down.format.value} cannot be padded to a width of {width}: no multiple of its "
+            f"{gate_up.block[0]}-row scale blocks, or of the 2 values in a byte"
+        )
+    gate, up = (_pad_rows(cut(gate_up, -2, start, narrow), width) for start in (0, narrow))
+    return stack_rows(gate, up), _pad_columns(down, width)
 
 
-def _rows(gate_up: QuantizedTensor, half: int, narrow: int) -> QuantizedTensor:
-    if narrow % gate_up.block[0]:
-        raise ValueError(f"the gate/up boundary at row {narrow} cuts a {gate_up.block[0]}-row scale block: regrid first")
-    return gate_up.map(lambda t: t if t.dim() == 0 or t is gate_up.global_scale else t.chunk(2, dim=-2)[half])
+def unpad_intermediate(
+    gate_up: QuantizedTensor, down: QuantizedTensor, width: int
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Inverse of :func:`pad_intermediate`: the stored tensors of width ``width`` again, bit for bit.
 
-
-def _stack_rows(first: QuantizedTensor, second: QuantizedTensor) -> QuantizedTensor:
-    scales = None
-    if first.scales is not None and second.scales is not None:
-        scales = torch.cat((_bytes(first.scales), _bytes(second.scales)), dim=-2).view(first.scales.dtype)
-    values = torch.cat((_bytes(first.values), _bytes(second.values)), dim=-2).view(first.values.dtype)
-    return replace(first, values=values, scales=scales)
+    Raises:
+        ValueError: if the experts are narrower than ``width``.
+    """
+    wide = down.shape[-1]
+    if width > wide:
+        raise ValueError(f"experts of width {wide} were never padded from {width}")
+    gate, up = (_shrink(cut(gate_up, -2, start, wide), width, gate_up.shape[-1]) for start in (0, wide))
+    return stack_rows(gate, up), _shrink(down, down.shape[-2], width)
 
 
 def _pad_rows(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
@@ -63,6 +73,16 @@ def _grow(tensor: QuantizedTensor, rows: int, columns: int) -> QuantizedTensor:
         grow = (0, want[1] - scales.shape[-1], 0, want[0] - scales.shape[-2])
         scales = pad(_bytes(scales), grow, value=_one(scales)).view(scales.dtype)
     return replace(tensor, values=values, scales=scales)
+
+
+def _shrink(tensor: QuantizedTensor, rows: int, columns: int) -> QuantizedTensor:
+    """The top left corner, on the same scale grid."""
+    scales = tensor.scales
+    if scales is not None:
+        n, k = blocks.scale_shape(rows, columns, tensor.block)
+        scales = scales[..., :n, :k]
+    stored_columns = columns // 2 if tensor.format.packed else columns
+    return replace(tensor, values=tensor.values[..., :rows, :stored_columns], scales=scales)
 
 
 def _bytes(t: Tensor) -> Tensor:

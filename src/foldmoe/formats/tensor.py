@@ -88,8 +88,10 @@ def detect(
         return Format.BF16
     if dtype == torch.float8_e4m3fn:
         _expect_shape(shape, (rows, columns), "FP8 values")
-        candidates = (Format.FP8_128x128, Format.FP8_32x32, Format.MXFP8)
+        candidates: tuple[Format, ...] = (Format.FP8_128x128, Format.FP8_32x32, Format.MXFP8)
     elif dtype in _PACKED_DTYPES:
+        if columns % 2:
+            raise ValueError(f"two 4-bit values share a byte: K must be even, found [{rows}, {columns}]")
         _expect_shape(shape, (rows, columns // 2), "packed 4-bit values (two a byte)")
         candidates = (Format.MXFP4, Format.NVFP4)
     else:
@@ -112,13 +114,15 @@ def _expect_shape(found: Sequence[int], expected: tuple[int, int], what: str) ->
 
 
 def _scale_fits(f: Format, dtype: torch.dtype, shape: Sequence[int], rows: int, columns: int) -> bool:
-    if tuple(shape[-2:]) != blocks.scale_shape(rows, columns, f.block):
-        return False
+    return dtype in _scale_dtypes(f) and tuple(shape[-2:]) == blocks.scale_shape(rows, columns, f.block)
+
+
+def _scale_dtypes(f: Format) -> tuple[torch.dtype, ...]:
     if f is Format.NVFP4:
-        return dtype == torch.float8_e4m3fn
+        return (torch.float8_e4m3fn,)
     if f in (Format.MXFP4, Format.MXFP8):
-        return dtype in _BYTE_DTYPES
-    return dtype in _BYTE_DTYPES or dtype in (torch.float32, torch.bfloat16)
+        return _BYTE_DTYPES
+    return (*_BYTE_DTYPES, torch.float32, torch.bfloat16)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -134,7 +138,8 @@ class QuantizedTensor:
         scales: ``[..., ceil(N/bn), ceil(K/bk)]``: float32 (a multiplier), E8M0 (float8_e8m0fnu, or uint8 meaning the
             same; integers are never read as numbers), or E4M3 for NVFP4.
         format: how to read them.
-        global_scale: NVFP4's one float32 per matrix, shape ``[]`` or the leading dimensions.
+        global_scale: NVFP4's one float32 per matrix, shape ``[]`` or the leading dimensions; with one dimension more,
+            one for each of that many equal ranges of rows (gate and up that were stored with their own).
         block: (rows, columns) a scale, where it differs from the format's own: a tensor-parallel cut can leave 64.
 
     Raises:
@@ -161,6 +166,17 @@ class QuantizedTensor:
                 f"{self.format.value} {list(self.shape)} with {self.block[0]}x{self.block[1]} blocks needs scales "
                 f"{[*self.values.shape[:-2], *wanted]}, found {list(self.scales.shape)}"
             )
+        if self.global_scale is not None:
+            self._check_global(self.global_scale, self.shape[:-2])
+
+    def _check_global(self, found: Tensor, lead: Sequence[int]) -> None:
+        if found.dtype != torch.float32:
+            raise TypeError(f"{self.format.value} global_scale must be float32, found {_name(found.dtype)}")
+        ranges = found.shape[-1] if found.dim() == len(lead) + 1 else 1
+        if found.dim() and (tuple(found.shape[: len(lead)]) != tuple(lead) or found.dim() > len(lead) + 1):
+            raise ValueError(f"global_scale must be [] or {list(lead)}, found {list(found.shape)}")
+        if ranges < 1 or self.shape[-2] % ranges:
+            raise ValueError(f"{self.shape[-2]} rows do not divide into {ranges} ranges of one global_scale each")
 
     def _check_dtypes(self) -> None:
         f, dtype = self.format, self.values.dtype
@@ -174,11 +190,7 @@ class QuantizedTensor:
         if (self.global_scale is None) != (f is not Format.NVFP4):
             raise ValueError(f"{f.value} {'needs' if f is Format.NVFP4 else 'takes no'} global_scale")
         if self.scales is not None:
-            kinds = (
-                (torch.float8_e4m3fn,) if f is Format.NVFP4
-                else _BYTE_DTYPES if f in (Format.MXFP4, Format.MXFP8)
-                else (*_BYTE_DTYPES, torch.float32, torch.bfloat16)
-            )
+            kinds = _scale_dtypes(f)
             if self.scales.dtype not in kinds:
                 raise TypeError(
                     f"{f.value} scales must be one of {[_name(d) for d in kinds]}, found {_name(self.scales.dtype)}"
@@ -213,9 +225,12 @@ class QuantizedTensor:
         if self.scales is None:
             raise ValueError(f"{self.format.value} has no scales")
         scales = e8m0.decode(self.scales, dtype) if self.e8m0_scales else self.scales.to(dtype)
-        if self.global_scale is not None:
-            scales = scales * self.global_scale.to(dtype)[..., None, None]
-        return scales
+        if self.global_scale is None:
+            return scales
+        factor = self.global_scale.to(dtype)[..., None]
+        if self.global_scale.dim() == self.values.dim() - 1:  # one for each range of rows
+            factor = factor.expand(*self.global_scale.shape, self.shape[-2] // self.global_scale.shape[-1]).flatten(-2)
+        return scales * factor[..., None]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Numbers ``[..., N, K]``: value * scale, computed in float32 (float64 if asked) and rounded once."""

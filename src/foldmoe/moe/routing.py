@@ -61,7 +61,7 @@ def top_k(
     plain = scores(logits, scoring)
     choice = plain if bias is None else plain + bias.to(torch.float32)
     if groups > 1:
-        grouped = choice.view(tokens, groups, -1)
+        grouped = choice.view(tokens, groups, experts // groups)
         best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1) if bias is not None else grouped.amax(-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(top_groups, dim=-1).indices, True)
         choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)

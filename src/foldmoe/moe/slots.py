@@ -128,9 +128,14 @@ def append_shared_slot(
     else:
         slots = SlotMap(tuple(experts_per_rank))
     tokens = topk_ids.shape[0]
+    if shared_weights is not None and shared_weights.numel() != tokens:
+        raise ValueError(f"shared_weights must be [{tokens}], found {list(shared_weights.shape)}")
     shared_ids = topk_ids.new_full((tokens, 1), slots.shared_slot(rank))
-    ones = topk_weights.new_ones(tokens, 1) if shared_weights is None else shared_weights.view(-1, 1).to(topk_weights)
-    return torch.cat((slots.to_slots(topk_ids), shared_ids), 1), torch.cat((topk_weights, ones), 1)
+    ones = topk_weights.new_ones(tokens) if shared_weights is None else shared_weights.to(topk_weights)
+    return (
+        torch.cat((slots.to_slots(topk_ids), shared_ids), dim=1),
+        torch.cat((topk_weights, ones.reshape(-1, 1)), dim=1),
+    )
 
 
 def to_physical(logical_ids: Tensor, physical: Tensor, *, replicas: Tensor | None = None) -> Tensor:
@@ -143,11 +148,17 @@ def to_physical(logical_ids: Tensor, physical: Tensor, *, replicas: Tensor | Non
 
     Returns:
         Physical ids ``[M, K]``; replicas are taken in turn by token row, so that the choice is deterministic.
+
+    Raises:
+        ValueError: if an expert that a token chose has no replica: its route would vanish.
     """
     counts = (physical >= 0).sum(dim=-1) if replicas is None else replicas
     safe = logical_ids.clamp_min(0).to(torch.int64)
     row = torch.arange(logical_ids.shape[0], device=logical_ids.device)[:, None]
     chosen = physical[safe, row % counts[safe].clamp_min(1)].to(logical_ids.dtype)
+    lost = (logical_ids >= 0) & (chosen < 0)
+    if bool(lost.any()):
+        raise ValueError(f"logical expert {int(logical_ids[lost][0])} is routed to but has no physical replica")
     return torch.where(logical_ids < 0, logical_ids, chosen)
 
 

@@ -24,8 +24,10 @@ class ExpertSpec:
         count: experts in the set, over all ranks; 1 for a shared expert.
         width: I, the intermediate width.
         format: of both projections.
-        block: (rows, columns) a scale; the format's own unless a shard was regridded.
+        block: elements along I that share a scale: (rows of gate and up, columns of down). The format's own unless a
+            shard was regridded; along H a block is always the format's own.
         e8m0_scales: one-byte power-of-two scales (always so for MX formats).
+        float_bytes: bytes of one plain float: of a value for bf16 (2), else of a scale that is no single byte (4).
     """
 
     count: int
@@ -33,30 +35,42 @@ class ExpertSpec:
     format: Format
     block: blocks.Block = (0, 0)
     e8m0_scales: bool = False
+    float_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.block == (0, 0):
             object.__setattr__(self, "block", self.format.block)
+        if not self.float_bytes:
+            object.__setattr__(self, "float_bytes", 2 if self.format is Format.BF16 else 4)
         if self.format in (Format.MXFP4, Format.MXFP8):
             object.__setattr__(self, "e8m0_scales", True)
 
     @classmethod
     def of(cls, weights: ExpertWeights) -> ExpertSpec:
-        down = weights.down
-        return cls(weights.num_experts, weights.width, weights.format, down.block, down.e8m0_scales)
+        gate_up, down = weights.gate_up, weights.down
+        plain = down.values if down.scales is None else down.scales
+        return cls(
+            weights.num_experts,
+            weights.width,
+            weights.format,
+            (gate_up.block[0], down.block[1]),
+            down.e8m0_scales,
+            plain.element_size() if plain.element_size() > 1 else 0,
+        )
 
     def nbytes(self, hidden: int) -> int:
         """Stored bytes of one expert's three matrices, scales included."""
-        total = 0
-        for rows, columns in ((self.width, hidden), (self.width, hidden), (hidden, self.width)):
-            if self.format is Format.BF16:
-                total += 2 * rows * columns
-                continue
-            n, k = blocks.scale_shape(rows, columns, self.block)
-            scale_bytes = 1 if self.e8m0_scales or self.format is Format.NVFP4 else 4
-            total += (rows * columns // 2 if self.format.packed else rows * columns) + n * k * scale_bytes
-            total += 4 if self.format is Format.NVFP4 else 0
-        return total
+        gate = self._matrix_nbytes(self.width, hidden, (self.block[0], self.format.block[1]))
+        return 2 * gate + self._matrix_nbytes(hidden, self.width, (self.format.block[0], self.block[1]))
+
+    def _matrix_nbytes(self, rows: int, columns: int, block: blocks.Block) -> int:
+        if self.format is Format.BF16:
+            return self.float_bytes * rows * columns
+        values = rows * columns // 2 if self.format.packed else rows * columns
+        n, k = blocks.scale_shape(rows, columns, block)
+        if self.format is Format.NVFP4:
+            return values + n * k + 4
+        return values + n * k * (1 if self.e8m0_scales else self.float_bytes)
 
     def shard(self, parts: int) -> ExpertSpec:
         """One of ``parts`` equal slices of the width; a scale block that the cut divides becomes finer.
@@ -69,8 +83,7 @@ class ExpertSpec:
         if self.width % parts or (self.format.packed and self.width // parts % 2):
             raise ValueError(f"a width of {self.width} does not cut into {parts} equal {self.format.value} shards")
         width = self.width // parts
-        block = (gcd(self.block[0], width), gcd(self.block[1], width)) if self.format.fp8 else self.block
-        return replace(self, width=width, block=block)
+        return replace(self, width=width, block=(gcd(self.block[0], width), gcd(self.block[1], width)))
 
     def __str__(self) -> str:
         scales = "" if self.format is Format.BF16 else " e8m0" if self.e8m0_scales else " f32"
@@ -108,7 +121,6 @@ class LayerSpec:
     def __post_init__(self) -> None:
         if not 0 <= self.top_k <= self.routed.count:
             raise ValueError(f"{self.name}: top-k {self.top_k} of {self.routed.count} routed experts")
-
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,7 @@ The planner knows no backend; backends register themselves when ``foldmoe.backen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from foldmoe.moe.spec import ActivationPrecision, LayerSpec
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Capability(Protocol):
     """The planner's view of :class:`foldmoe.backends.base.Backend`."""
 
-    name: str
-    deterministic: bool
+    name: ClassVar[str]
+    deterministic: ClassVar[bool]
 
     def unavailable(self, device: Device) -> str | None: ...
     def supports(self, spec: LayerSpec, activations: ActivationPrecision) -> tuple[str, ...]: ...

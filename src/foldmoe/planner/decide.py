@@ -74,7 +74,7 @@ def plan_layer(
     common["bytes_after"] = backend.packed_nbytes(slotted)
     return _plan(spec, placement, activations, strategy="slot", arm="folded", backend=backend.name, reasons=reasons,
                  requantize=spec.shared.format is not spec.routed.format, fold_rows=rows,
-                 padded_width=spec.routed.width if spec.shared.width < spec.routed.width else None, **common)
+                 padded_width=local.routed.width if spec.shared.width < spec.routed.width else None, **common)
 
 
 _WHERE = {"off": "after the routed experts", "dual": "on a second stream"}
@@ -88,7 +88,8 @@ def _precision(spec: LayerSpec, policy: FusionPolicy) -> tuple[ActivationPrecisi
     """The activation precision, and a line where it is not the checkpoint's own."""
     if policy.activations == "checkpoint" or policy.activations == spec.activations:
         return spec.activations, ()
-    return policy.activations, (f"activations {policy.activations} as asked; the checkpoint declares {spec.activations}",)
+    asked = f"activations {policy.activations} as asked; the checkpoint declares {spec.activations}"
+    return policy.activations, (asked,)
 
 
 def _choose(

@@ -1,0 +1,1 @@
+"""Speed A/B: the same layer in several arms, interleaved, against measured ceilings."""

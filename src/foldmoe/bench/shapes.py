@@ -1,0 +1,106 @@
+"""The layers that are timed, and random weights and inputs for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foldmoe.formats import Format, QuantizedTensor, blocks
+from foldmoe.moe import Activation, ExpertSpec, ExpertWeights, LayerSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer to time, and what it stands for."""
+
+    what: str
+    spec: LayerSpec
+
+
+def _spec(
+    hidden: int, experts: int, width: int, routed: Format, shared: Format, limit: float | None = None, top_k: int = 6
+) -> LayerSpec:
+    return LayerSpec(
+        "bench",
+        hidden,
+        top_k,
+        ExpertSpec(experts, width, routed),
+        ExpertSpec(1, width, shared, e8m0_scales=shared.fp8),
+        Activation(limit),
+        Activation(limit),
+        activations="bf16" if routed is Format.BF16 else "fp8",
+    )
+
+
+SHAPES = {
+    "A": Shape("DeepSeek-V4-Flash, one GPU", _spec(4096, 256, 2048, Format.MXFP4, Format.FP8_128x128, 10.0)),
+    "B": Shape("one EP8 rank of DeepSeek-V4-Flash", _spec(4096, 32, 2048, Format.MXFP4, Format.FP8_128x128, 10.0)),
+    "C": Shape("one EP8 rank of DeepSeek-V4.1-Flash", _spec(5120, 48, 2304, Format.MXFP4, Format.FP8_32x32, 10.0)),
+    "D": Shape("one EP8 rank of DeepSeek-V4-Pro", _spec(7168, 48, 3072, Format.MXFP4, Format.FP8_128x128, 10.0)),
+    "cpu": Shape("bf16 layer of a size for CPUs", _spec(1024, 64, 512, Format.BF16, Format.BF16)),
+    "cpu-v4": Shape("the same layer as DeepSeek-V4 stores it", _spec(1024, 64, 512, Format.MXFP4, Format.FP8_128x128)),
+}
+
+
+def random_weights(spec: ExpertSpec, hidden: int, generator: torch.Generator) -> ExpertWeights:
+    """Random stored bytes, never zeros; numbers of about 1 / sqrt(fan-in)."""
+    gate_up = _random(spec, (spec.count, 2 * spec.width, hidden), generator)
+    return ExpertWeights(gate_up, _random(spec, (spec.count, hidden, spec.width), generator))
+
+
+def _random(spec: ExpertSpec, shape: tuple[int, int, int], generator: torch.Generator) -> QuantizedTensor:
+    experts, rows, columns = shape
+    device, deviation = generator.device, columns**-0.5
+    if spec.format is Format.BF16:
+        values = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=deviation, generator=generator)
+        return QuantizedTensor(values, format=spec.format)
+    stored = columns // 2 if spec.format.packed else columns
+    raw = torch.randint(0, 256, (experts, rows, stored), dtype=torch.uint8, device=device, generator=generator)
+    grid = (experts, *blocks.scale_shape(rows, columns, spec.block))
+    # Uniform E2M1 codes deviate by about 2.9; E4M3 bytes are kept below 16 in magnitude and deviate by about 4.
+    exponent = round(torch.log2(torch.tensor(deviation / (2.9 if spec.format.packed else 4.0))).item())
+    scales = torch.randint(126 + exponent, 129 + exponent, grid, dtype=torch.uint8, device=device, generator=generator)
+    if spec.format.packed:
+        return QuantizedTensor(raw, scales.view(torch.float8_e8m0fnu), format=spec.format, block=spec.block)
+    values = _small_e4m3(raw)
+    kept = scales.view(torch.float8_e8m0fnu) if spec.e8m0_scales else torch.exp2(scales.to(torch.float32) - 127)
+    return QuantizedTensor(values, kept, format=spec.format, block=spec.block)
+
+
+def _small_e4m3(raw: Tensor) -> Tensor:
+    """Random bytes to E4M3 numbers of magnitude below 16, NaN excluded."""
+    sign, magnitude = raw & 0x80, raw & 0x7F
+    return (sign | torch.where(magnitude >= 0x58, magnitude - 0x30, magnitude)).view(torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Inputs of one call: ``x [M, H]``, ``topk_ids [M, K]`` int32, ``topk_weights [M, K]`` float32."""
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+def random_batch(spec: LayerSpec, tokens: int, generator: torch.Generator) -> Batch:
+    """bf16 activations and uniform routing without repeats in a row; weights sum to 1."""
+    device = generator.device
+    x = torch.randn(tokens, spec.hidden, device=device, generator=generator).to(torch.bfloat16)
+    scores = torch.rand(tokens, spec.routed.count, device=device, generator=generator)
+    weights, ids = scores.topk(spec.top_k, dim=-1)
+    return Batch(x, ids.to(torch.int32), weights / weights.sum(-1, keepdim=True))
+
+
+def floor_bytes(spec: LayerSpec, ids: Tensor) -> int:
+    """Bytes that any kernel must read and write: distinct experts touched, the shared expert, x and y."""
+    touched = int(ids.unique().numel())
+    shared = spec.shared.nbytes(spec.hidden) if spec.shared else 0
+    return touched * spec.routed.nbytes(spec.hidden) + shared + 4 * ids.shape[0] * spec.hidden
+
+
+def flops(spec: LayerSpec, tokens: int) -> int:
+    """Multiplications and additions of the layer's products."""
+    width = spec.top_k * spec.routed.width + (spec.shared.width if spec.shared else 0)
+    return 2 * tokens * 3 * spec.hidden * width

@@ -1,0 +1,27 @@
+"""The ``foldmoe`` command."""
+
+from __future__ import annotations
+
+import typer
+
+from foldmoe.cli.bench import app as bench
+from foldmoe.cli.demo import demo
+from foldmoe.cli.doctor import doctor
+from foldmoe.cli.plan import plan
+from foldmoe.cli.requantize import requantize
+from foldmoe.cli.verify import verify
+
+app = typer.Typer(
+    name="foldmoe",
+    help="MoE layers with the shared expert folded into the routed experts' launch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("plan")(plan)
+app.command("verify")(verify)
+app.command("requantize")(requantize)
+app.add_typer(bench, name="bench")
+app.command("demo")(demo)
+app.command("doctor")(doctor)
+

@@ -1,0 +1,40 @@
+"""``foldmoe verify``: does every MoE layer compute what its checkpoint says?"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+
+from foldmoe.checkpoint.compare import compare
+from foldmoe.cli import errors
+from foldmoe.planner import FusionPolicy
+from foldmoe.report.check_tables import compare_table, verify_table
+from foldmoe.verify import passes
+from foldmoe.verify import verify as check
+
+
+def verify(
+    checkpoint: Annotated[str, typer.Argument(help="A folder, or a .safetensors file.")],
+    against: Annotated[
+        str | None, typer.Option(help="The checkpoint that this one was made from: compare their experts too.")
+    ] = None,
+    fold: Annotated[str, typer.Option(help="How the folded run folds: auto, native or slot.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, or the name of a backend.")] = "auto",
+    allow_requantize: Annotated[bool, typer.Option("--allow-requantize")] = False,
+    tokens: Annotated[int, typer.Option(help="Rows of random input.")] = 16,
+    seed: Annotated[int, typer.Option()] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+) -> None:
+    """Run every MoE layer folded, unfolded and against the float64 reference; exit 1 if one of them disagrees."""
+    console = Console()
+    with errors.shown():
+        policy = FusionPolicy(cast("Any", fold), allow_requantize, backend=backend)
+        checks = list(check(checkpoint, policy=policy, tokens=tokens, seed=seed, device=device))
+        differences = list(compare(checkpoint, against)) if against else []
+    console.print(verify_table(checks))
+    if against:
+        console.print(compare_table(differences))
+    if not passes(checks) or not all(d.ok for d in differences):
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Accuracy: what tiny-v4 is asked, and how answers are scored."""

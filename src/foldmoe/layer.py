@@ -1,0 +1,297 @@
+"""``FoldedMoE``: weights in, y out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foldmoe.backends import Call, get
+from foldmoe.checkpoint.writer import layer_tensors
+from foldmoe.moe import Activation, ExpertSpec, ExpertWeights, LayerSpec, Placement
+from foldmoe.moe.merge import append_expert, slot_weights
+from foldmoe.planner import FusionPolicy, LayerPlan, plan_layer
+from foldmoe.runtime import op
+
+if TYPE_CHECKING:
+    from foldmoe.backends import PackedLayer
+    from foldmoe.checkpoint import MoELayer
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class FoldedMoE(torch.nn.Module):
+    """One MoE layer whose shared expert runs with the routed experts.
+
+    For inference: no gradient passes through it. The packed weights are no parameters: they stay on the device they came
+    on, and ``.to()`` does not move them.
+
+    Args:
+        routed: this rank's routed experts.
+        shared: the shared expert, or None.
+        activation, shared_activation: gated activations; the shared one defaults to the routed one.
+        policy: what is asked for; the default folds as stored wherever possible.
+        placement: where this rank stands; ``routed`` and ``shared`` are its shard already.
+        consume: the backend may reuse the weights' storage; do not touch them afterwards.
+        plan: a decision made before (by :func:`foldmoe.plan_checkpoint`, say); made here if None.
+        name, top_k, num_experts: facts for the plan and for messages, where weights cannot tell: the layer's name,
+            routed experts a token, routed experts over all ranks.
+
+    Raises:
+        ValueError: weights of different hidden sizes or on different devices, or a layer that no backend of ours runs.
+    """
+
+    def __init__(
+        self,
+        routed: ExpertWeights,
+        shared: ExpertWeights | None = None,
+        *,
+        activation: Activation | None = None,
+        shared_activation: Activation | None = None,
+        policy: FusionPolicy | None = None,
+        placement: Placement | None = None,
+        consume: bool = False,
+        plan: LayerPlan | None = None,
+        name: str = "layer",
+        top_k: int | None = None,
+        num_experts: int | None = None,
+    ) -> None:
+        super().__init__()
+        activation = activation or Activation()
+        shared_activation = shared_activation or activation
+        placement = placement or Placement()
+        self._check_weights(name, routed, shared)
+        if plan is None:
+            spec = _spec(name, routed, shared, activation, shared_activation, placement, top_k, num_experts)
+            plan = plan_layer(spec, policy, routed.device, placement)
+            top_k = top_k if top_k is not None else -1
+        if plan.arm == "stock":
+            raise ValueError(f"{plan.layer}: planned to stay with the engine's own layer: {'; '.join(plan.reasons)}")
+        self.plan = plan
+        self.top_k = plan.spec.top_k if top_k is None else top_k
+        self.experts = plan.placement.experts(plan.spec.routed.count)
+        if len(self.experts) != routed.num_experts:
+            raise ValueError(f"{name}: rank holds {routed.num_experts} experts, its placement says {len(self.experts)}")
+        if plan.strategy == "slot" and shared is not None:
+            extra = slot_weights(shared, requantize=plan.requantize, padded_width=plan.padded_width)
+            routed, shared = append_expert(routed, extra), None
+        self.packed: PackedLayer = get(plan.backend).pack(
+            routed,
+            shared,
+            activation=activation,
+            shared_activation=shared_activation,
+            activations=plan.activations,
+            consume=consume,
+        )
+        self.stored_as: MoELayer | None = None
+        """Names in the checkpoint that the layer was loaded from."""
+        self._side_stream: torch.cuda.Stream | None = None
+        self._handle = op.register(self)
+
+    @staticmethod
+    def _check_weights(name: str, routed: ExpertWeights, shared: ExpertWeights | None) -> None:
+        if shared is None:
+            return
+        if shared.num_experts != 1:
+            raise ValueError(f"{name}: expected one shared expert, found {shared.num_experts}")
+        if shared.hidden != routed.hidden:
+            raise ValueError(
+                f"{name}: routed experts have hidden size {routed.hidden}, the shared expert {shared.hidden}"
+            )
+        if shared.device != routed.device:
+            raise ValueError(f"{name}: routed experts are on {routed.device}, the shared expert on {shared.device}")
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        shared_weights: Tensor | None = None,
+        routed_scale: float = 1.0,
+        num_valid_tokens: int | Tensor | None = None,
+        shared_rows: tuple[int, int] | Tensor | None = None,
+    ) -> Tensor:
+        """y[m] = routed_scale * sum_k w[m,k] E[id[m,k]](x[m]) + s[m] S(x[m]), rounded once.
+
+        Args:
+            x: ``[M, H]`` bf16, fp16 or float32.
+            topk_ids: ``[M, K]`` int32 or int64 ids over all ranks' experts; -1 adds nothing, whatever its weight.
+            topk_weights: ``[M, K]`` float32, used as given.
+            shared_weights: ``[M]`` float32, s; 1 where None.
+            routed_scale: for models whose router leaves ``routed_scaling_factor`` out of the weights.
+            num_valid_tokens: rows from here on are padding; their output is zero. An int, or an int32 tensor of one
+                element (safe in a CUDA graph).
+            shared_rows: (start, end) rows that get the shared part; ints or an int32 tensor ``[2]``.
+
+        Returns:
+            ``[M, H]`` in x's dtype.
+
+        Raises:
+            ValueError: shapes that do not belong together; ids out of range (looked at on the CPU only: on a GPU such
+                an id is no route and is counted in :meth:`stats`).
+            TypeError: dtypes.
+        """
+        if torch.compiler.is_compiling():
+            rows = torch.tensor(shared_rows, dtype=torch.int32) if isinstance(shared_rows, tuple) else shared_rows
+            valid = torch.tensor([num_valid_tokens]) if isinstance(num_valid_tokens, int) else num_valid_tokens
+            return op.moe(x, topk_ids, topk_weights, shared_weights, routed_scale, valid, rows, self._handle)
+        return self.run(x, topk_ids, topk_weights, shared_weights, routed_scale, num_valid_tokens, shared_rows)
+
+    @torch.no_grad()
+    def run(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        shared_weights: Tensor | None,
+        routed_scale: float,
+        num_valid_tokens: int | Tensor | None,
+        shared_rows: tuple[int, int] | Tensor | None,
+    ) -> Tensor:
+        """:meth:`forward` with positional arguments, for the torch op."""
+        self._check_call(x, topk_ids, topk_weights, shared_weights, num_valid_tokens)
+        if x.shape[0] == 0:
+            return torch.empty_like(x)
+        weights = topk_weights.to(torch.float32)
+        call = Call(
+            x.contiguous(),
+            self._local_ids(topk_ids),
+            weights,
+            None if shared_weights is None else shared_weights.to(torch.float32).contiguous(),
+            routed_scale,
+            num_valid_tokens,
+            shared_rows,
+        )
+        if self.plan.strategy == "slot":
+            return self.packed.forward(self._with_slot(call), folded=True)
+        if self.plan.folds_at(x.shape[0]):
+            return self.packed.forward(call, folded=True)
+        if x.is_cuda and self.plan.arm != "serial":
+            self._side_stream = self._side_stream or torch.cuda.Stream(x.device)
+            return self.packed.forward_dual(call, self._side_stream)
+        return self.packed.forward(call, folded=False)
+
+    def _check_call(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared_weights: Tensor | None,
+        valid: int | Tensor | None,
+    ) -> None:
+        name, spec = self.plan.layer, self.plan.spec
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name}: x must be bfloat16, float16 or float32, found {x.dtype}")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: topk_ids must be int32 or int64, found {ids.dtype}")
+        if x.dim() != 2 or x.shape[1] != spec.hidden:
+            raise ValueError(f"{name}: x must be [M, {spec.hidden}], found {list(x.shape)}")
+        if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"{name}: topk_ids and topk_weights must both be [{x.shape[0]}, K], found {list(ids.shape)} and "
+                f"{list(weights.shape)}"
+            )
+        if self.top_k >= 0 and ids.shape[1] != self.top_k:
+            raise ValueError(
+                f"{name}: the router of this layer chooses {self.top_k} experts, found {ids.shape[1]} ids a token; "
+                "the shared expert's slot is added here and never comes from the router"
+            )
+        if ids.shape[1] > spec.routed.count:
+            raise ValueError(f"{name}: {ids.shape[1]} ids a token but only {spec.routed.count} routed experts")
+        if shared_weights is not None and shared_weights.shape != x.shape[:1]:
+            raise ValueError(f"{name}: shared_weights must be [{x.shape[0]}], found {list(shared_weights.shape)}")
+        if ids.device.type == "cpu" and (used := ids if valid is None else ids[: int(valid)]).numel():
+            low, high = (int(v) for v in used.aminmax())
+            if low < -1 or high >= spec.routed.count:
+                raise ValueError(f"{name}: ids must lie in -1 .. {spec.routed.count - 1}, found {low} .. {high}")
+
+    def _local_ids(self, ids: Tensor) -> Tensor:
+        """Ids over all ranks to ids of this rank's experts; other ranks' become -1."""
+        if len(self.experts) == self.plan.spec.routed.count:
+            return ids
+        local = ids - self.experts.start
+        return torch.where((local >= 0) & (local < len(self.experts)), local, -1)
+
+    def _with_slot(self, call: Call) -> Call:
+        """The shared expert as one more route, weight 1 (or s) and never scaled by ``routed_scale``."""
+        tokens = call.x.shape[0]
+        row = torch.arange(tokens, device=call.x.device)
+        gets = torch.ones(tokens, dtype=torch.bool, device=call.x.device)
+        if call.shared_rows is not None:
+            gets = (row >= call.shared_rows[0]) & (row < call.shared_rows[1])
+        slot = torch.where(gets, len(self.experts), -1).to(call.topk_ids.dtype)
+        ones = call.topk_weights.new_ones(tokens) if call.shared_weights is None else call.shared_weights
+        ids = torch.cat((call.topk_ids, slot[:, None]), dim=1)
+        weights = torch.cat((call.topk_weights * call.routed_scale, ones[:, None]), dim=1)
+        return replace(
+            call, topk_ids=ids, topk_weights=weights, shared_weights=None, routed_scale=1.0, shared_rows=None
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """What ran: strategy, backend, and the backend's own counters."""
+        how = self.plan.strategy if self.plan.folded else self.plan.arm
+        return {"layer": self.plan.layer, "arm": how, "backend": self.plan.backend, **self.packed.stats()}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: packed weights, shared workspace, and what the unfolded layer holds as stored."""
+        return {
+            "weights": self.packed.nbytes,
+            "workspace": self.packed.workspace_nbytes,
+            "stored": self.plan.bytes_before,
+        }
+
+    def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
+        """This rank's routed and shared weights as stored, bit for bit (a requantised shared expert as requantised)."""
+        routed, shared = self.packed.unpack()
+        if self.plan.strategy != "slot":
+            return routed, shared
+        return routed[: len(self.experts)], routed[len(self.experts) :]
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """This rank's experts under the checkpoint's own names, bit for bit as the file has them.
+
+        Raises:
+            ValueError: for a layer that did not come from a checkpoint, or whose shared expert was requantised.
+        """
+        if self.stored_as is None:
+            raise ValueError(f"{self.plan.layer} was not loaded from a checkpoint; unpack() gives its stored weights")
+        if self.plan.requantize:
+            raise ValueError(
+                f"{self.plan.layer}: the shared expert was requantised to {self.plan.spec.routed.format.value}, "
+                "its own tensors are no longer held; read them from the checkpoint"
+            )
+        return layer_tensors(self.stored_as, *self.unpack(), placement=self.plan.placement)
+
+    def extra_repr(self) -> str:
+        return str(self.plan)
+
+
+def _spec(
+    name: str,
+    routed: ExpertWeights,
+    shared: ExpertWeights | None,
+    activation: Activation,
+    shared_activation: Activation,
+    placement: Placement,
+    top_k: int | None,
+    num_experts: int | None,
+) -> LayerSpec:
+    """The whole layer's facts from one rank's shard of weights."""
+    parts = placement.tp_size
+    count = num_experts if num_experts is not None else routed.num_experts * placement.ep_size
+    whole = replace(ExpertSpec.of(routed), count=count, width=routed.width * parts)
+    whole_shared = replace(ExpertSpec.of(shared), width=shared.width * parts) if shared else None
+    quantized = any(s is not None and s.scales is not None for s in (routed.down, shared and shared.down))
+    return LayerSpec(
+        name,
+        routed.hidden,
+        count if top_k is None else top_k,
+        whole,
+        whole_shared,
+        activation,
+        shared_activation,
+        activations="fp8" if quantized else "bf16",
+    )

@@ -1,0 +1,1 @@
+"""What people read: tables, plots and one self-contained page."""

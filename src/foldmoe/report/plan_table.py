@@ -1,0 +1,124 @@
+"""A checkpoint's plan as a table: runs of identical layers collapse, every reason stays visible."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from foldmoe.planner import CheckpointPlan, LayerPlan, StockLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Row = LayerPlan | StockLayer
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring layers that are planned alike.
+
+    Args:
+        rows: their plans, in order.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def first(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def label(self) -> str:
+        """``layers.0..39.ffn`` for forty layers."""
+        names = [row.layer for row in self.rows]
+        numbers = [re.split(r"(\d+)", name) for name in (names[0], names[-1])]
+        differing = [i for i, (a, b) in enumerate(zip(*numbers, strict=False)) if a != b]
+        if len(names) == 1 or len(differing) != 1:
+            return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        where = differing[0]
+        return "".join((*numbers[0][: where + 1], "..", *numbers[1][where:]))
+
+    @property
+    def digest(self) -> str:
+        """The layer's own, or one over the run."""
+        if len(self.rows) == 1:
+            return self.first.digest
+        return hashlib.sha256(" ".join(row.digest for row in self.rows).encode()).hexdigest()[:12]
+
+    def total(self, field: str) -> int:
+        return sum(int(getattr(row, field)) for row in self.rows)
+
+
+def runs(rows: Sequence[Row]) -> list[Run]:
+    """Collapse neighbours that differ in name alone."""
+    return [Run(tuple(group)) for _, group in groupby(rows, key=_key)]
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    reasons = tuple(reason.replace(row.layer, "{layer}") for reason in row.reasons)
+    if isinstance(row, StockLayer):
+        return ("stock", row.draft, row.opaque.nbytes, reasons)
+    s = row.spec
+    return (
+        s.draft, s.hidden, s.top_k, s.routed, s.shared, s.activation, s.shared_activation, s.shared_gate, s.notes,
+        row.strategy, row.arm, row.backend, row.activations, row.bytes_before, row.bytes_after, row.padded_width,
+        row.requantize, row.fold_rows, reasons,
+    )  # fmt: skip
+
+
+def plan_table(plan: CheckpointPlan) -> RenderableType:
+    """Table, notes and the summary line."""
+    table = Table(title=f"{plan.source} on {plan.device.name}{_ranks(plan)}", title_justify="left", show_lines=False)
+    for heading in ("layers", "n", "routed", "shared", "how", "backend", "activations"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("B/rank before", "after", "extra"):
+        table.add_column(heading, justify="right")
+    table.add_column("pad to")
+    table.add_column("digest", no_wrap=True)
+    remarks: list[Text] = []
+    for run in runs(plan.rows):
+        table.add_row(*_cells(run))
+        first = run.first
+        notes = () if isinstance(first, StockLayer) else first.spec.notes
+        remarks += [Text(f"{run.label}: {line}") for line in (*first.reasons, *notes)]
+    lines = [Text(f"note: {note}") for note in plan.notes]
+    total = Text(f"{plan.summary}   digest {plan.digest}", style="bold")
+    return Group(table, *remarks, *lines, total) if plan.rows else Group(*lines, total)
+
+
+def _ranks(plan: CheckpointPlan) -> str:
+    place = plan.placement
+    sizes = [f"{kind} {size}" for kind, size in (("EP", place.ep_size), ("TP", place.tp_size)) if size > 1]
+    return f", {' x '.join(sizes)}" if sizes else ""
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    row, count = run.first, str(len(run.rows))
+    label = f"{run.label} (draft)" if (row.draft if isinstance(row, StockLayer) else row.spec.draft) else run.label
+    if isinstance(row, StockLayer):
+        return (label, count, "not read", "", "stock", "stock", "", "", "", "", "", run.digest)
+    how: str = row.strategy if row.folded else row.arm
+    if row.requantize:
+        how += " (requantised)"
+    shared = "none" if row.spec.shared is None else str(row.spec.shared) + (" gated" if row.spec.shared_gate else "")
+    return (
+        label,
+        count,
+        str(row.spec.routed),
+        shared,
+        how,
+        row.backend,
+        row.activations,
+        f"{run.total('bytes_before'):,}",
+        f"{run.total('bytes_after'):,}",
+        f"{run.total('extra_bytes'):+,}",
+        "" if row.padded_width is None else str(row.padded_width),
+        run.digest,
+    )

@@ -1,0 +1,65 @@
+"""The one reader of the environment.
+
+| variable | values |
+| --- | --- |
+| ``FOLDMOE_FOLD`` | auto, native, slot, dual, off, stock |
+| ``FOLDMOE_BACKEND`` | auto, torch, triton, hopper |
+| ``FOLDMOE_ACTIVATIONS`` | checkpoint, bf16, fp8, fp8_token |
+| ``FOLDMOE_ALLOW_REQUANTIZE`` | 1 lets the slot fold lower a shared expert's precision |
+| ``FOLDMOE_CACHE_DIR`` | where compiled kernels are kept |
+| ``FOLDMOE_STATE_DIR`` | where a server's ranks write what they run |
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foldmoe.planner import FusionPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PREFIX = "FOLDMOE_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_POLICY = {"FOLD": "fold", "BACKEND": "backend", "ACTIVATIONS": "activations"}
+_PATHS = {"CACHE_DIR": "cache_dir", "STATE_DIR": "state_dir"}
+_FLAG = "ALLOW_REQUANTIZE"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for."""
+
+    policy: FusionPolicy
+    cache_dir: Path | None = None
+    state_dir: Path | None = None
+
+
+def read(environment: Mapping[str, str] | None = None) -> Settings:
+    """Settings from ``environment`` (the process's own by default).
+
+    Raises:
+        ValueError: a value that is not known, or a ``FOLDMOE_`` variable that nobody reads: a misspelt switch must not
+            pass for a working one.
+    """
+    env = os.environ if environment is None else environment
+    found = {key.removeprefix(PREFIX): value for key, value in env.items() if key.startswith(PREFIX)}
+    known = {*_POLICY, *_PATHS, _FLAG}
+    if unknown := sorted(set(found) - known):
+        raise ValueError(
+            f"unknown {', '.join(PREFIX + name for name in unknown)}; "
+            f"known: {', '.join(PREFIX + name for name in sorted(known))}"
+        )
+    choices: dict[str, Any] = {field: found[name] for name, field in _POLICY.items() if found.get(name)}
+    flag = found.get(_FLAG, "").lower()
+    if flag not in (*_TRUE, *_FALSE):
+        raise ValueError(f"{PREFIX}{_FLAG} must be 1 or 0, found {found[_FLAG]!r}")
+    try:
+        policy = FusionPolicy(allow_requantize=flag in _TRUE, **choices)
+    except ValueError as error:
+        raise ValueError(f"{PREFIX.rstrip('_')} environment: {error}") from error
+    paths = {field: Path(found[name]) for name, field in _PATHS.items() if found.get(name)}
+    return Settings(policy, **paths)
