@@ -1,4 +1,4 @@
-"""Does what would be computed equal what the checkpoint says? Every MoE layer, folded and unfolded, against the reference.
+"""Does what would be computed equal what the checkpoint says? Every MoE layer against the reference, folded and not.
 
 The reference reads the checkpoint by itself. Inputs are random; routes are the layer's own, from its own router.
 """
@@ -154,9 +154,10 @@ def _check(
     device: torch.device | str,
     load: Loader,
 ) -> LayerCheck:
-    runs = []
-    for asked in (policy, replace(policy, fold="off")):
-        runs.append(_run(load(headers, layer.name, policy=asked, device=device), case, device))
+    runs = [
+        _run(load(headers, layer.name, policy=asked, device=device), case, device)
+        for asked in (policy, replace(policy, fold="off"))
+    ]
     folded, unfolded = runs
     plan = folded.moe.plan
     exact = case.x.dtype == torch.float32 and plan.activations == "bf16"

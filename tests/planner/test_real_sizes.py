@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROGRAM = """
-import json, resource, sys, time
+import json, re, sys, time
 import foldmoe.backends
 from foldmoe.planner import plan_checkpoint
 start = time.process_time()
 plan = plan_checkpoint(sys.argv[1], device="h200", ep_size=8)
 seconds = time.process_time() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+# ru_maxrss would start from the parent's size at the fork; VmHWM is this program's own.
+peak = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 print(json.dumps({"seconds": seconds, "peak": peak, "summary": plan.summary, "layers": len(plan.rows),
                   "drafts": sum(p.spec.draft for p in plan.layers), "extra": plan.extra_bytes,
                   "experts": plan.layers[0].spec.routed.count, "draft_top_k": plan.layers[-1].spec.top_k}))

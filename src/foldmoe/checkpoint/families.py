@@ -3,8 +3,8 @@
 | family | block | experts | shared | scales |
 | --- | --- | --- | --- | --- |
 | DeepSeek-V4, V4.1 | ``layers.N.ffn``; drafts ``mtp.N.ffn`` | ``E.w1/w3/w2`` | ``shared_experts.w1/..`` | ``scale`` |
-| DeepSeek-V3, GLM | ``model.layers.N.mlp`` | ``E.gate_proj/up_proj/down_proj`` | ``shared_experts.`` | ``weight_scale_inv`` |
-| Qwen | ``model.layers.N.mlp`` | the same | ``shared_expert.``, ``shared_expert_gate`` | ``weight_scale_inv`` |
+| DeepSeek-V3, GLM | ``layers.N.mlp`` | ``E.gate_proj/up_proj/down_proj`` | ``shared_experts.`` | ``weight_scale_inv`` |
+| Qwen | ``layers.N.mlp`` | the same | ``shared_expert.``, ``shared_expert_gate`` | ``weight_scale_inv`` |
 | MiniMax | ``..block_sparse_moe`` | ``E.w1/w3/w2`` | ``shared_experts.gate_proj/..`` | ``weight_scale_inv`` |
 | stacked, Transformers | any | ``gate_up_proj``, ``down_proj`` | any | ``_scale_inv`` |
 | stacked, vLLM | any | ``w13_weight``, ``w2_weight`` | any | ``_weight_scale`` |

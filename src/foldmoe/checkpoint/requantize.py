@@ -202,8 +202,8 @@ class _Quantizer:
     def _new(self, change: _Change, which: int, name: str) -> Outgoing:
         rows, columns = change.shape
 
-        def chunks() -> Iterator[memoryview]:
-            yield memoryview(self.pair(change.values)[which].contiguous().view(torch.uint8).numpy().reshape(-1))
+        def chunks() -> Iterator[bytes]:
+            yield self.pair(change.values)[which].contiguous().view(torch.uint8).numpy().tobytes()
 
         if which == 0:
             return Outgoing(name, "I8", (rows, columns // 2), chunks)
@@ -230,7 +230,7 @@ class _Quantizer:
 def _block_norms(matrix: Tensor) -> Tensor:
     columns = matrix.shape[-1]
     padded = torch.nn.functional.pad(matrix, (0, -columns % mxfp4.GROUP))
-    return padded.unflatten(-1, (-1, mxfp4.GROUP)).norm(dim=-1)
+    return torch.linalg.vector_norm(padded.reshape(*padded.shape[:-1], -1, mxfp4.GROUP), dim=-1)
 
 
 def _write_shards(

@@ -70,5 +70,6 @@ def requantize_table(done: Requantized) -> RenderableType:
         )
     kept = [Text(f"kept {line}") for line in done.kept]
     worst = max(done.losses, key=lambda loss: loss.rms)
-    summary = f"{len(done.losses)} shared experts are mxfp4 now, RMS up to {worst.rms:.4f} ({worst.layer}); in {done.out}"
+    count = len(done.losses)
+    summary = f"{count} shared experts are mxfp4 now, RMS up to {worst.rms:.4f} ({worst.layer}); in {done.out}"
     return Group(table, *kept, Text(summary, style="bold"))

@@ -108,7 +108,7 @@ def moe_tensors(block: str, recipe: MoERecipe, random: torch.Generator) -> Itera
     g, naming = recipe.geometry, recipe.naming
 
     def draw(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=random) * columns**-0.5
+        return torch.randn(rows, columns, generator=random).mul_(columns**-0.5)
 
     yield f"{block}.gate.weight", draw(g.experts, g.hidden).to(torch.bfloat16)
     if naming.bias:
