@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ SHAPES = {
 
 def random_weights(spec: ExpertSpec, hidden: int, generator: torch.Generator) -> ExpertWeights:
     """Random stored bytes, never zeros; numbers of about 1 / sqrt(fan-in)."""
-    gate_up = _random(spec, (spec.count, 2 * spec.width, hidden), generator)
+    stacked = replace(spec, block=(gcd(spec.block[0], spec.width), spec.block[1]))  # as from_parts would regrid it
+    gate_up = _random(stacked, (spec.count, 2 * spec.width, hidden), generator)
     return ExpertWeights(gate_up, _random(spec, (spec.count, hidden, spec.width), generator))
 
 

@@ -50,7 +50,7 @@ _PLACE = re.compile(r"(?:^|\.)(layers|mtp|blocks|h)\.(\d+)(?=\.|$)")
 _LEAF = re.compile(r"(w13|w1|w2|w3|gate_up_proj|gate_proj|up_proj|down_proj)(?:[._](.+))?")
 _SHARED = rf"(?:{'|'.join(SHARED_NAMES)})\.(?P<leaf>.+)"
 _ROUTER = rf"(?P<router>{'|'.join(map(re.escape, ROUTER))})"
-_REST = re.compile(rf"(?P<block>.+)\.(?:{_SHARED}|{_ROUTER})")
+_REST = re.compile(rf"(?P<block>.+?)\.(?:{_SHARED}|{_ROUTER})")
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,8 @@ class _Quantizer:
 def _block_norms(matrix: Tensor) -> Tensor:
     columns = matrix.shape[-1]
     padded = torch.nn.functional.pad(matrix, (0, -columns % mxfp4.GROUP))
-    return torch.linalg.vector_norm(padded.reshape(*padded.shape[:-1], -1, mxfp4.GROUP), dim=-1)
+    norms: Tensor = torch.linalg.vector_norm(padded.reshape(*padded.shape[:-1], -1, mxfp4.GROUP), dim=-1)
+    return norms
 
 
 def _write_shards(

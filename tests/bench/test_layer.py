@@ -1,0 +1,92 @@
+"""Layer timings: rows are checked before they are timed, arms share their inputs, refusals are said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foldmoe import Format
+from foldmoe.bench import layer, shapes, timing
+from foldmoe.cli.main import app
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> str:
+    for key, formats in {"small": (Format.BF16, Format.BF16), "small-v4": (Format.MXFP4, Format.FP8_128x128)}.items():
+        spec = shapes._spec(64, 4, 32, *formats, top_k=2)
+        monkeypatch.setitem(shapes.SHAPES, key, shapes.Shape("a small layer", spec))
+    return "small"
+
+
+def test_every_arm_is_checked_and_timed(small: str) -> None:
+    result = layer.run(layer.Request(small, (1, 5), rounds=2, inputs=2, device="cpu"))
+    arms = {"torch folded", "torch serial"} | ({"transformers eager"} if "transformers" in result.versions else set())
+    assert arms <= {row.arm for row in result.rows}
+    assert {row.tokens for row in result.rows} == {1, 5}
+    for row in result.rows:
+        assert row.error is not None
+        assert row.error < 8e-3
+        assert 0 < row.low <= row.seconds <= row.high
+        assert row.floor > 0
+    assert result.refused["dual-stream"] == "a CPU has no second stream"
+
+
+def test_stock_is_refused_with_the_reason_where_weights_are_quantised(small: str) -> None:
+    result = layer.run(layer.Request("small-v4", (3,), rounds=1, inputs=1, device="cpu"))
+    assert "bf16" in result.refused["transformers"]
+    assert all(row.error is not None and row.error < 6e-3 for row in result.rows)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [(layer.Request("Z", (1,)), "no shape 'Z'"), (layer.Request("small", (1,), ("floded",)), "no arm 'floded'")],
+)
+def test_unknown_shapes_and_arms_are_refused(small: str, request_: layer.Request, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer.run(request_)
+
+
+def test_arms_alternate_and_the_first_rounds_are_thrown_away() -> None:
+    order: list[str] = []
+    arms: dict[str, timing.Step] = {name: (lambda turn, name=name: order.append(name)) for name in "ab"}
+    found = timing.interleaved(arms, inputs=3, rounds=4, device=torch.device("cpu"))
+    assert len(order) == 2 * (timing.WARM_UP + 4)
+    assert all(set(order[i : i + 2]) == {"a", "b"} for i in range(0, len(order), 2))
+    assert all(len(t.seconds) == 4 for t in found.values())
+
+
+def test_noise_is_the_arm_against_itself() -> None:
+    assert timing.Timing((1.0, 2.0, 1.0, 2.0)).noise == pytest.approx(1.0 / 1.5)
+    assert timing.Timing((1.0, 1.0, 1.0, 1.0)).noise == 0.0
+
+
+@pytest.mark.parametrize("format", [f for f in Format if f is not Format.NVFP4])
+def test_random_weights_are_finite_and_of_the_usual_size(format: Format) -> None:
+    spec = shapes.ExpertSpec(2, 96, format)
+    weights = shapes.random_weights(spec, 128, torch.Generator().manual_seed(0))
+    numbers = weights.gate_up.dequantize()
+    assert torch.isfinite(numbers).all()
+    assert 0.3 < float(numbers.std()) * 128**0.5 < 3
+
+
+def test_the_floor_counts_distinct_experts() -> None:
+    spec = shapes.SHAPES["B"].spec
+    one = shapes.floor_bytes(spec, torch.zeros(4, 6, dtype=torch.int32))
+    six = shapes.floor_bytes(spec, torch.arange(6, dtype=torch.int32).expand(4, 6))
+    assert six - one == 5 * spec.routed.nbytes(spec.hidden)
+    # V4-Flash at one token reads 105 MB: six routed experts and the shared one.
+    assert shapes.floor_bytes(spec, torch.arange(6)[None]) == pytest.approx(105e6, rel=0.02)
+
+
+def test_the_command_prints_a_table_and_writes_json(small: str, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    command = ["bench", "layer", "--shape", small, "--tokens", "2", "--rounds", "1", "--device", "cpu", "--out", str(out)]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "torch folded" in done.output
+    assert "ceilings in this run" in done.output
+    assert {row["tokens"] for row in json.loads(out.read_text())["rows"]} == {2}

@@ -1,0 +1,151 @@
+"""The front door: what it checks, how it carries the plan out, what it says of itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foldmoe import ExpertWeights, FoldedMoE, Format, FusionPolicy, Placement, plan_layer, reference_moe
+from foldmoe.moe import ExpertSpec, LayerSpec
+from foldmoe.reference import relative_error
+from tests.support.cases import FLOAT32_TOLERANCE, assert_close, make_layer, random_case
+
+E, K, H = 6, 3, 128
+
+
+@pytest.fixture
+def weights() -> tuple[ExpertWeights, ExpertWeights]:
+    return make_layer(Format.MXFP4, Format.FP8_128x128, experts=E, width=64, shared_width=64, hidden=H)
+
+
+@pytest.fixture
+def layer(weights: tuple[ExpertWeights, ExpertWeights]) -> FoldedMoE:
+    return FoldedMoE(*weights, name="layers.7.ffn", top_k=K)
+
+
+def call(layer: FoldedMoE, **changes: object) -> torch.Tensor:
+    case = random_case(5, K, E, H)
+    arguments = {"x": case.x, "topk_ids": case.topk_ids, "topk_weights": case.topk_weights} | changes
+    return layer(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": torch.zeros(5, H, dtype=torch.int64)}, TypeError, "x must be bfloat16"),
+        ({"x": torch.zeros(5, H + 1)}, ValueError, r"x must be \[M, 128\]"),
+        ({"topk_ids": torch.zeros(5, K)}, TypeError, "topk_ids must be int32 or int64"),
+        ({"topk_ids": torch.zeros(4, K, dtype=torch.int64)}, ValueError, "must both be"),
+        ({"shared_weights": torch.zeros(4)}, ValueError, r"shared_weights must be \[5\]"),
+        ({"topk_ids": torch.full((5, K), E)}, ValueError, "ids must lie in -1 .. 5, found 6 .. 6"),
+        ({"topk_ids": torch.full((5, K), -2)}, ValueError, "ids must lie in -1 .. 5, found -2 .. -2"),
+    ],
+)
+def test_bad_calls_are_refused_by_layer_and_argument(
+    layer: FoldedMoE, changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as raised:
+        call(layer, **changes)
+    assert "layers.7.ffn" in str(raised.value)
+
+
+def test_more_ids_than_experts_are_refused(weights: tuple[ExpertWeights, ExpertWeights]) -> None:
+    with pytest.raises(ValueError, match="7 ids a token but only 6 routed experts"):
+        call(FoldedMoE(*weights), topk_ids=torch.zeros(5, 7, dtype=torch.int64), topk_weights=torch.zeros(5, 7))
+
+
+def test_two_shared_experts_are_refused(weights: tuple[ExpertWeights, ExpertWeights]) -> None:
+    with pytest.raises(ValueError, match="expected one shared expert, found 6"):
+        FoldedMoE(weights[0], weights[0])
+
+
+def test_a_stock_plan_builds_no_layer(weights: tuple[ExpertWeights, ExpertWeights]) -> None:
+    with pytest.raises(ValueError, match="stay with the engine's own layer"):
+        FoldedMoE(*weights, policy=FusionPolicy("stock"))
+
+
+def test_device_tensors_say_what_ints_say(layer: FoldedMoE) -> None:
+    ints = call(layer, num_valid_tokens=4, shared_rows=(1, 3))
+    tensors = call(
+        layer,
+        num_valid_tokens=torch.tensor([4], dtype=torch.int32),
+        shared_rows=torch.tensor([1, 3], dtype=torch.int32),
+    )
+    assert torch.equal(ints, tensors)
+
+
+@pytest.mark.parametrize("fold", ["native", "slot"])
+def test_shared_rows_and_padding_hold_in_every_strategy(fold: str) -> None:
+    routed, shared = make_layer(Format.MXFP4, Format.MXFP4, experts=E, width=64, shared_width=64, hidden=H)
+    layer = FoldedMoE(routed, shared, policy=FusionPolicy(fold, activations="bf16"))  # type: ignore[arg-type]
+    assert layer.plan.strategy == fold
+    case = random_case(9, K, E, H, dtype=torch.float32)
+    options = {"num_valid_tokens": 7, "shared_rows": (2, 8), "routed_scale": 2.5, "shared_weights": torch.rand(9)}
+    truth = reference_moe(*case.args, routed, shared, **options)  # type: ignore[arg-type]
+    assert_close(layer(*case.args, **options), truth, FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_that_share_the_experts_add_up(weights: tuple[ExpertWeights, ExpertWeights], ranks: int) -> None:
+    routed, shared = weights
+    case = random_case(8, K, E, H, dtype=torch.float32)
+    total = torch.zeros_like(case.x)
+    for rank in range(ranks):
+        place = Placement(ep_size=ranks, ep_rank=rank)
+        held = place.experts(E)
+        part = FoldedMoE(
+            routed[held.start : held.stop],
+            shared,
+            placement=place,
+            num_experts=E,
+            policy=FusionPolicy(activations="bf16"),
+        )
+        mine = (8 * rank // ranks, 8 * (rank + 1) // ranks)  # each rank adds the shared part of its own tokens
+        total += part(*case.args, shared_rows=mine)
+    assert_close(total, reference_moe(*case.args, routed, shared), FLOAT32_TOLERANCE)
+
+
+def test_a_rank_that_holds_other_experts_than_planned_is_refused(
+    weights: tuple[ExpertWeights, ExpertWeights],
+) -> None:
+    with pytest.raises(ValueError, match="rank holds 6 experts, its placement says 3"):
+        FoldedMoE(*weights, placement=Placement(2, 0), num_experts=E)
+
+
+def test_compile_sees_one_op(layer: FoldedMoE) -> None:
+    case = random_case(5, K, E, H)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return layer(x * 2, case.topk_ids, case.topk_weights) + 1
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(case.x), model(case.x))
+
+
+def test_the_layer_says_what_it_is(layer: FoldedMoE, weights: tuple[ExpertWeights, ExpertWeights]) -> None:
+    assert layer.stats() == {"layer": "layers.7.ffn", "arm": "native", "backend": "torch"}
+    assert "layers.7.ffn: native on torch" in repr(layer)
+    assert layer.memory()["weights"] == sum(part.nbytes for part in weights)
+
+
+def test_requantising_costs_what_it_is_said_to(weights: tuple[ExpertWeights, ExpertWeights]) -> None:
+    case = random_case(16, K, E, H)
+    native, slot = (
+        FoldedMoE(*weights, policy=FusionPolicy(fold, allow_requantize=True))(*case.args)  # type: ignore[arg-type]
+        for fold in ("native", "slot")
+    )
+    assert 0.02 < relative_error(slot, native.double()) < 0.2
+
+
+def test_plans_are_followed_outside_the_rows_that_fold(weights: tuple[ExpertWeights, ExpertWeights]) -> None:
+    from dataclasses import replace
+
+    spec = LayerSpec("layer", H, K, ExpertSpec.of(weights[0]), ExpertSpec.of(weights[1]))
+    plan = replace(plan_layer(spec, device="cpu"), fold_rows=((0, 4),))
+    layer = FoldedMoE(*weights, plan=plan)
+    seen = []
+    plain = layer.packed.forward
+    object.__setattr__(layer.packed, "forward", lambda c, *, folded: (seen.append(folded), plain(c, folded=folded))[1])
+    for tokens in (3, 4):
+        layer(*random_case(tokens, K, E, H).args)
+    assert seen == [True, False]
