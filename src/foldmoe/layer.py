@@ -137,7 +137,8 @@ class FoldedMoE(torch.nn.Module):
         if torch.compiler.is_compiling():
             rows = torch.tensor(shared_rows, dtype=torch.int32) if isinstance(shared_rows, tuple) else shared_rows
             valid = torch.tensor([num_valid_tokens]) if isinstance(num_valid_tokens, int) else num_valid_tokens
-            return op.moe(x, topk_ids, topk_weights, shared_weights, routed_scale, valid, rows, self._handle)
+            y: Tensor = op.moe(x, topk_ids, topk_weights, shared_weights, routed_scale, valid, rows, self._handle)
+            return y
         return self.run(x, topk_ids, topk_weights, shared_weights, routed_scale, num_valid_tokens, shared_rows)
 
     @torch.no_grad()
@@ -284,7 +285,7 @@ def _spec(
     count = num_experts if num_experts is not None else routed.num_experts * placement.ep_size
     whole = replace(ExpertSpec.of(routed), count=count, width=routed.width * parts)
     whole_shared = replace(ExpertSpec.of(shared), width=shared.width * parts) if shared else None
-    quantized = any(s is not None and s.scales is not None for s in (routed.down, shared and shared.down))
+    quantized = any(s is not None and s.scales is not None for s in (routed.down, shared.down if shared else None))
     return LayerSpec(
         name,
         routed.hidden,

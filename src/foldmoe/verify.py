@@ -220,8 +220,8 @@ def _same(mine: ExpertWeights | None, stored: ExpertWeights | None) -> bool:
         if first.keys() != second.keys():
             return False
         for role, tensor in first.items():
-            left, right = (t.cpu().contiguous().view(torch.uint8) for t in (tensor, second[role]))
-            if left.shape != right.shape or not torch.equal(left, right):
+            left, right = (t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (tensor, second[role]))
+            if tensor.shape != second[role].shape or not torch.equal(left, right):
                 return False
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ def opened(folder: Path) -> tuple[Headers, tuple[MoELayer, ...]]:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def assert_same_bits(found: Tensor, stored: Tensor, name: str) -> None:
@@ -114,7 +115,7 @@ def test_case_80_stacked_names_hold_gate_above_up(kinds: dict[str, Path]) -> Non
         experts = dict(iter_experts(reader, layers[0], (5, 0)))
         assert list(experts) == [5, 0]
         gate, _ = experts[5].gate_and_up()
-        assert torch.equal(raw(gate.values[0]), raw(stack[5, :64]))
+        assert_same_bits(gate.values[0], stack[5, :64], "gate rows")
 
 
 @pytest.mark.parametrize("kind", ["v4", "stacked", "glm-fp8"])
@@ -286,10 +287,14 @@ print(peak / (layer.spec.routed.nbytes(layer.spec.hidden)))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize(("format", "tp"), [(Format.BF16, 1), (Format.FP8_128x128, 1), (Format.FP8_128x128, 2)])
 def test_above_the_packed_bytes_at_most_two_experts_are_alive(tmp_path: Path, format: Format, tp: int) -> None:
-    recipe = MoERecipe(Geometry(2048, 1024, 12, 2), Storage(format), Storage(format))
+    recipe = MoERecipe(Geometry(1024, 512, 12, 2), Storage(format), Storage(format))
     named = moe_tensors("model.layers.0.mlp", recipe, torch.Generator().manual_seed(0))
     write(tmp_path / "x", {"num_experts_per_tok": 2}, named)
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path / "x"), str(tp)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PEAK, str(tmp_path / "x"), str(tp)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # freed memory goes back at once and is not counted
     )
     assert 0.3 < float(done.stdout) <= 2.0  # a figure near zero would mean that nothing was measured

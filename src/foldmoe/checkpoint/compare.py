@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from torch import Tensor
+
     from foldmoe.checkpoint.stored import StoredSet
     from foldmoe.formats import QuantizedTensor
 
@@ -155,9 +157,13 @@ def _same_bytes(new: QuantizedTensor, old: QuantizedTensor) -> bool:
     first, second = new.tensors(), old.tensors()
     return first.keys() == second.keys() and all(
         first[role].shape == second[role].shape
-        and torch.equal(first[role].contiguous().view(torch.uint8), second[role].contiguous().view(torch.uint8))
+        and torch.equal(_bytes(first[role]), _bytes(second[role]))
         for role in first
     )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _worst(verdicts: Iterator[_Verdict]) -> _Verdict:

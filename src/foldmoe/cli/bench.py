@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from foldmoe.bench import layer as bench_layer
 from foldmoe.bench.shapes import SHAPES
 from foldmoe.cli import errors
+from foldmoe.cli.console import console
 from foldmoe.report.bench_table import bench_table
 
 app = typer.Typer(help="Speed A/B, arms interleaved.", no_args_is_help=True)
@@ -34,7 +34,7 @@ def layer(
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
     """Time one MoE layer: our arms over the same weights, and Transformers' own experts where weights are bf16."""
-    console = Console()
+    screen = console()
     with errors.shown():
         request = bench_layer.Request(
             shape,
@@ -45,8 +45,8 @@ def layer(
             activations=activations,
             device=device,
         )
-        with console.status("timing") as status:
+        with screen.status("timing") as status:
             result = bench_layer.run(request, status.update)
-    console.print(bench_table(result))
+    screen.print(bench_table(result))
     if out:
         out.write_text(json.dumps(result.as_dict(), indent=1))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from foldmoe import demo as logic
 from foldmoe.cli import errors
+from foldmoe.cli.console import console
 from foldmoe.report.demo_table import demo_answers, demo_table
 from foldmoe.report.plan_table import plan_table
 
@@ -29,11 +29,11 @@ def demo(
     device: Annotated[str | None, typer.Option(help="A torch device; default: the GPU if there is one.")] = None,
 ) -> None:
     """Plan a DeepSeek-V4 checkpoint, run it unfolded, folded natively and folded into a slot, and compare."""
-    console = Console()
+    screen = console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with errors.shown(), Progress(*columns, console=console) as progress:
+    with errors.shown(), Progress(*columns, console=screen) as progress:
         result = logic.run(_Bars(progress), items=items, device=device)
-    console.print(plan_table(result.plan))
+    screen.print(plan_table(result.plan))
     if result.trained:
-        console.print(demo_answers(result))
-    console.print(demo_table(result))
+        screen.print(demo_answers(result))
+    screen.print(demo_table(result))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from foldmoe.cli import errors
+from foldmoe.cli.console import console
 from foldmoe.doctor import examine
 from foldmoe.report.doctor_table import doctor_table
 
@@ -12,4 +11,4 @@ from foldmoe.report.doctor_table import doctor_table
 def doctor() -> None:
     """Say what this machine can run and why not more."""
     with errors.shown():
-        Console().print(doctor_table(examine()))
+        console().print(doctor_table(examine()))

@@ -6,10 +6,10 @@ import json
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 
 import foldmoe.backends  # noqa: F401  registers the backends that the planner asks
 from foldmoe.cli import errors
+from foldmoe.cli.console import console
 from foldmoe.planner import FusionPolicy, plan_checkpoint
 from foldmoe.report.plan_table import plan_table
 
@@ -34,4 +34,4 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        Console().print(plan_table(found))
+        console().print(plan_table(found))

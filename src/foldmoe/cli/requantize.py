@@ -17,7 +17,7 @@ def requantize(
     out: Annotated[str, typer.Argument(help="A folder that does not exist yet, or is empty.")],
 ) -> None:
     """Lower shared experts to MXFP4, the routed experts' format, in a copy of the checkpoint. Precision is lost."""
-    console = Console(stderr=True)
+    log = Console(stderr=True)
     with errors.shown():
-        done = write(checkpoint, out, progress=lambda shard: console.print(f"written and read back: {shard}"))
-    Console().print(requantize_table(done))
+        done = write(checkpoint, out, progress=lambda shard: log.print(f"written and read back: {shard}"))
+    console().print(requantize_table(done))

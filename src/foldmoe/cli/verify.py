@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 
 from foldmoe.checkpoint.compare import compare
 from foldmoe.cli import errors
+from foldmoe.cli.console import console
 from foldmoe.planner import FusionPolicy
 from foldmoe.report.check_tables import compare_table, verify_table
 from foldmoe.verify import passes
@@ -28,13 +28,13 @@ def verify(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
 ) -> None:
     """Run every MoE layer folded, unfolded and against the float64 reference; exit 1 if one of them disagrees."""
-    console = Console()
+    screen = console()
     with errors.shown():
         policy = FusionPolicy(cast("Any", fold), allow_requantize, backend=backend)
         checks = list(check(checkpoint, policy=policy, tokens=tokens, seed=seed, device=device))
         differences = list(compare(checkpoint, against)) if against else []
-    console.print(verify_table(checks))
+    screen.print(verify_table(checks))
     if against:
-        console.print(compare_table(differences))
+        screen.print(compare_table(differences))
     if not passes(checks) or not all(d.ok for d in differences):
         raise typer.Exit(1)

@@ -75,12 +75,11 @@ def _key(row: Row) -> tuple[object, ...]:
 
 def plan_table(plan: CheckpointPlan) -> RenderableType:
     """Table, notes and the summary line."""
-    table = Table(title=f"{plan.source} on {plan.device.name}{_ranks(plan)}", title_justify="left", show_lines=False)
-    for heading in ("layers", "n", "routed", "shared", "how", "backend", "activations"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("B/rank before", "after", "extra"):
-        table.add_column(heading, justify="right")
-    table.add_column("pad to")
+    table = Table(title=f"{plan.source} on {plan.device.name}{_ranks(plan)}", title_justify="left", show_lines=True)
+    table.add_column("layers", overflow="fold")
+    table.add_column("stored", overflow="fold")
+    table.add_column("how", overflow="fold")
+    table.add_column("bytes a rank", justify="right", no_wrap=True)
     table.add_column("digest", no_wrap=True)
     remarks: list[Text] = []
     for run in runs(plan.rows):
@@ -100,25 +99,23 @@ def _ranks(plan: CheckpointPlan) -> str:
 
 
 def _cells(run: Run) -> tuple[str, ...]:
-    row, count = run.first, str(len(run.rows))
-    label = f"{run.label} (draft)" if (row.draft if isinstance(row, StockLayer) else row.spec.draft) else run.label
+    """Layers, formats and widths, the decision, bytes before/after/extra, digest."""
+    row, count = run.first, len(run.rows)
+    draft = row.draft if isinstance(row, StockLayer) else row.spec.draft
+    label = run.label + (f"\n{count} layers" if count > 1 else "") + ("\ndraft" if draft else "")
     if isinstance(row, StockLayer):
-        return (label, count, "not read", "", "stock", "stock", "", "", "", "", "", run.digest)
-    how: str = row.strategy if row.folded else row.arm
-    if row.requantize:
-        how += " (requantised)"
+        return label, "not read", "stock", "", run.digest
     shared = "none" if row.spec.shared is None else str(row.spec.shared) + (" gated" if row.spec.shared_gate else "")
+    how = [f"{row.strategy if row.folded else row.arm} on {row.backend}", f"activations {row.activations}"]
+    if row.requantize:
+        how.append("shared requantised")
+    if row.padded_width is not None:
+        how.append(f"padded to {row.padded_width}")
+    before, after, extra = (run.total(field) for field in ("bytes_before", "bytes_after", "extra_bytes"))
     return (
         label,
-        count,
-        str(row.spec.routed),
-        shared,
-        how,
-        row.backend,
-        row.activations,
-        f"{run.total('bytes_before'):,}",
-        f"{run.total('bytes_after'):,}",
-        f"{run.total('extra_bytes'):+,}",
-        "" if row.padded_width is None else str(row.padded_width),
+        f"routed {row.spec.routed}\nshared {shared}",
+        "\n".join(how),
+        f"before {before:,}\nafter {after:,}\nextra {extra:+,}",
         run.digest,
     )
