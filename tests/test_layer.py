@@ -149,3 +149,29 @@ def test_plans_are_followed_outside_the_rows_that_fold(weights: tuple[ExpertWeig
     for tokens in (3, 4):
         layer(*random_case(tokens, K, E, H).args)
     assert seen == [True, False]
+
+
+@pytest.mark.parametrize("format", [Format.MXFP4, Format.FP8_128x128, Format.BF16])
+def test_a_padded_slot_unpacks_to_the_stored_bytes(format: Format) -> None:
+    routed, shared = make_layer(format, format, experts=3, width=256, shared_width=128, hidden=H)
+    layer = FoldedMoE(routed, shared, policy=FusionPolicy("slot"))
+    assert layer.plan.padded_width == 256
+    for mine, stored in zip(layer.unpack(), (routed, shared), strict=True):
+        assert mine is not None
+        for one, other in ((mine.gate_up, stored.gate_up), (mine.down, stored.down)):
+            for role, tensor in one.tensors().items():
+                found, wanted = (t.contiguous().view(torch.uint8) for t in (tensor, other.tensors()[role]))
+                assert torch.equal(found, wanted)
+
+
+def test_a_plan_made_here_does_not_insist_on_a_top_k(weights: tuple[ExpertWeights, ExpertWeights]) -> None:
+    plan = FoldedMoE(*weights).plan
+    assert call(FoldedMoE(*weights, plan=plan)).shape == (5, H)
+
+
+def test_a_slot_is_refused_where_floats_differ() -> None:
+    routed, shared = make_layer(Format.BF16, Format.BF16, experts=3, width=64, shared_width=64, hidden=H)
+    wide = ExpertWeights(*(part.map(lambda t: t.float()) for part in (shared.gate_up, shared.down)))
+    layer = FoldedMoE(routed, wide, policy=FusionPolicy("slot"))
+    assert layer.plan.strategy == "serial"
+    assert any("stored differently" in reason for reason in layer.plan.reasons)

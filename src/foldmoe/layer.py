@@ -66,11 +66,10 @@ class FoldedMoE(torch.nn.Module):
         if plan is None:
             spec = _spec(name, routed, shared, activation, shared_activation, placement, top_k, num_experts)
             plan = plan_layer(spec, policy, routed.device, placement)
-            top_k = top_k if top_k is not None else -1
         if plan.arm == "stock":
             raise ValueError(f"{plan.layer}: planned to stay with the engine's own layer: {'; '.join(plan.reasons)}")
         self.plan = plan
-        self.top_k = plan.spec.top_k if top_k is None else top_k
+        self.top_k = plan.spec.top_k
         self.experts = plan.placement.experts(plan.spec.routed.count)
         if len(self.experts) != routed.num_experts:
             raise ValueError(f"{name}: rank holds {routed.num_experts} experts, its placement says {len(self.experts)}")
@@ -247,9 +246,10 @@ class FoldedMoE(torch.nn.Module):
     def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
         """This rank's routed and shared weights as stored, bit for bit (a requantised shared expert as requantised)."""
         routed, shared = self.packed.unpack()
-        if self.plan.strategy != "slot":
+        if self.plan.strategy != "slot" or self.plan.spec.shared is None:
             return routed, shared
-        return routed[: len(self.experts)], routed[len(self.experts) :]
+        slot, width = routed[len(self.experts) :], self.plan.spec.shared.width // self.plan.placement.tp_size
+        return routed[: len(self.experts)], slot.unpadded(width)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """This rank's experts under the checkpoint's own names, bit for bit as the file has them.
@@ -289,7 +289,7 @@ def _spec(
     return LayerSpec(
         name,
         routed.hidden,
-        count if top_k is None else top_k,
+        -1 if top_k is None else top_k,
         whole,
         whole_shared,
         activation,

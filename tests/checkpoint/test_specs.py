@@ -10,9 +10,9 @@ import torch
 
 from foldmoe.checkpoint import CheckpointError, OpaqueLayer, find_layer, read_headers, read_layers
 from foldmoe.checkpoint.generate import write
-from foldmoe.checkpoint.generate.experts import Geometry, MoERecipe, Naming, Storage, moe_tensors
 from foldmoe.formats import Format
 from foldmoe.moe import Activation, LayerSpec
+from tests.support.sparse import v4_layer, write_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,11 +120,9 @@ def test_case_41_a_layer_of_another_shared_format_is_decided_alone(changed: Call
 
 @pytest.mark.parametrize("experts", [1, 3, 160, 384])
 def test_case_23_any_number_of_experts_plans_by_facts(tmp_path: Path, experts: int) -> None:
-    storage = Storage(Format.MXFP4)
-    recipe = MoERecipe(Geometry(32, 32, experts, 1), storage, storage, Naming())
-    named = moe_tensors("model.layers.0.mlp", recipe, torch.Generator().manual_seed(0))
-    folder = write(tmp_path / "x", {"num_experts_per_tok": 1, "n_routed_experts": experts}, named)
-    assert readable(folder, "model.layers.0.mlp").routed.count == experts
+    write_header(tmp_path / "model.safetensors", v4_layer("layers.0.ffn", 128, 128, experts, 128))
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts_per_tok": 1, "n_routed_experts": experts}))
+    assert readable(tmp_path, "layers.0.ffn").routed.count == experts
 
 
 @pytest.mark.parametrize(

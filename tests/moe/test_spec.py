@@ -99,7 +99,7 @@ def layer(**changes: object) -> LayerSpec:
     return replace(facts, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("top_k", [8, -1])
+@pytest.mark.parametrize("top_k", [8, -2])
 def test_top_k_must_not_exceed_the_routed_experts(top_k: int) -> None:
     with pytest.raises(ValueError, match=f"^layers.3.ffn: top-k {top_k} of 7 routed experts"):
         layer(top_k=top_k)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from foldmoe.checkpoint.requantize import requantize as write
 from foldmoe.cli import errors
+from foldmoe.cli.console import console
 from foldmoe.report.check_tables import requantize_table
 
 

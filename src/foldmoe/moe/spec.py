@@ -97,7 +97,7 @@ class LayerSpec:
     Args:
         name: as in the checkpoint, e.g. ``layers.3.ffn``; used in every message.
         hidden: H.
-        top_k: routed experts a token.
+        top_k: routed experts a token; -1 where nothing tells.
         routed, shared: the two sets; ``shared`` is None where a layer has no shared expert.
         activation, shared_activation: gated activations of the two sets.
         activations: precision the checkpoint declares for x and act(.): "fp8" or "bf16".
@@ -119,7 +119,7 @@ class LayerSpec:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.top_k <= self.routed.count:
+        if not -1 <= self.top_k <= self.routed.count:
             raise ValueError(f"{self.name}: top-k {self.top_k} of {self.routed.count} routed experts")
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from foldmoe.moe.spec import ActivationPrecision, LayerSpec, Placement
+from foldmoe.moe.spec import ActivationPrecision, ExpertSpec, LayerSpec, Placement
 from foldmoe.planner import capability
 from foldmoe.planner.devices import Device, resolve
 from foldmoe.planner.plan import LayerPlan
@@ -121,8 +121,12 @@ def slot_obstacles(spec: LayerSpec, policy: FusionPolicy) -> tuple[str, ...]:
             found.append(f"requantising {change} is not supported, only to mxfp4")
         elif not policy.allow_requantize:
             found.append(f"requantising {change} lowers precision; ask for it by name (--allow-requantize)")
-    elif (shared.block, shared.e8m0_scales) != (routed.block, routed.e8m0_scales):
-        found.append(f"scales differ: shared {shared}, routed {routed}")
+    elif _storage(shared) != _storage(routed):
+        found.append(f"stored differently: shared {shared}, routed {routed}")
     if spec.activation != spec.shared_activation:
         found.append(f"activations differ: shared {spec.shared_activation}, routed {spec.activation}")
     return tuple(found)
+
+
+def _storage(spec: ExpertSpec) -> tuple[object, ...]:
+    return spec.block, spec.e8m0_scales, spec.float_bytes

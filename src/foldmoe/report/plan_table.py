@@ -40,8 +40,10 @@ class Run:
         names = [row.layer for row in self.rows]
         numbers = [re.split(r"(\d+)", name) for name in (names[0], names[-1])]
         differing = [i for i, (a, b) in enumerate(zip(*numbers, strict=False)) if a != b]
-        if len(names) == 1 or len(differing) != 1:
-            return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        if len(names) == 1:
+            return names[0]
+        if len(differing) != 1 or differing[0] % 2 == 0:  # not one number, which stands at an odd place
+            return f"{names[0]} .. {names[-1]}"
         where = differing[0]
         return "".join((*numbers[0][: where + 1], "..", *numbers[1][where:]))
 
