@@ -187,8 +187,8 @@ def _run(moe: FoldedMoE, case: _Case, device: torch.device | str) -> _Run:
     plan, spec = moe.plan, case.spec
     routed, shared = case.truth.routed, case.truth.shared
     problems = []
-    if plan.strategy == "slot" and shared is not None:
-        shared = slot_weights(shared, requantize=plan.requantize, padded_width=plan.padded_width)
+    if plan.requantize and shared is not None:
+        shared = slot_weights(shared, requantize=True, padded_width=None)
     for name, mine, stored in zip(("routed experts", "shared expert"), moe.unpack(), (routed, shared), strict=True):
         if not _same(mine, stored):
             problems.append(f"the {name} ({plan.strategy}) do not unpack to the stored bytes")

@@ -49,7 +49,7 @@ def test_a_truncated_shard_is_an_error_that_names_it(tmp_path: Path, cut: int) -
     save_file({"w": torch.arange(8.0)}, path)
     whole = path.read_bytes()
     path.write_bytes(whole[:cut])
-    with pytest.raises(CheckpointError, match="model-00002-of-00003.safetensors: truncated"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: truncated"):
         read_shard(path)
 
 

@@ -238,3 +238,15 @@ def test_layers_are_found_by_name_and_number(kinds: dict[str, Path]) -> None:
     assert find_layer(layers, 0).name == "layers.0.ffn"
     with pytest.raises(CheckpointError, match=r"no MoE layer 7; there are: layers.0.ffn"):
         find_layer(layers, 7)
+
+
+def test_drafts_need_no_shared_expert_and_static_scales_are_named(changed: Callable[..., Path]) -> None:
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        for name in [n for n in tensors if n.startswith("mtp.0.ffn.shared_experts.")]:
+            del tensors[name]
+        for expert in range(8):
+            tensors[f"layers.0.ffn.experts.{expert}.w1.input_scale"] = torch.ones(())
+
+    folder = changed("v4.1", change)
+    assert readable(folder, "mtp.0.ffn").shared is None
+    assert any("input_scale" in note for note in readable(folder, "layers.0.ffn").notes)

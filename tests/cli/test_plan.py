@@ -53,6 +53,14 @@ def test_case_93_reasons_are_visible_by_default(folder: Path) -> None:
     assert "6/6 layers do not fold" in output
 
 
+def test_the_environment_asks_as_it_does_of_a_server_and_the_command_line_wins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOLDMOE_FOLD", "off")
+    assert "6/6 layers do not fold" in run(str(folder), "--device", "cpu")[1]
+    assert "6/6 layers fold natively" in run(str(folder), "--device", "cpu", "--fold", "auto")[1]
+
+
 def test_requantising_by_name_is_shown_as_such(folder: Path) -> None:
     _, output = run(str(folder), "--device", "cpu", "--fold", "slot", "--allow-requantize")
     assert "shared requantised" in output

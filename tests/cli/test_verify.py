@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from foldmoe import FoldedMoE, FusionPolicy, load_layer
 from foldmoe.checkpoint.config import ModelFacts
-from foldmoe.checkpoint.generate import generate
+from foldmoe.checkpoint.generate import generate, write
+from foldmoe.checkpoint.generate.experts import Geometry, MoERecipe, Storage, moe_tensors
 from foldmoe.cli.main import app
 from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.moe import ExpertWeights
@@ -128,6 +129,16 @@ def test_the_slot_fold_is_verified_against_the_requantised_shared_expert(kinds: 
     assert first.ok
     assert first.how == "slot on torch"
     assert first.agreement is None
+
+
+def test_a_narrower_shared_expert_in_a_slot_is_verified_too(tmp_path: Path) -> None:
+    storage = Storage(Format.MXFP4)
+    recipe = MoERecipe(Geometry(128, 96, 4, 2, shared_width=64), storage, storage)
+    named = moe_tensors("model.layers.0.mlp", recipe, torch.Generator().manual_seed(0))
+    folder = write(tmp_path / "x", {"num_experts_per_tok": 2}, named)
+    (check,) = verify(folder, policy=FusionPolicy(fold="slot"), tokens=4)
+    assert check.problems == ()
+    assert check.how == "slot on torch"
 
 
 def test_the_command_prints_a_row_a_layer_and_exits_zero(kinds: dict[str, Path]) -> None:

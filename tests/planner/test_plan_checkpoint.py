@@ -123,7 +123,7 @@ def test_json_holds_what_the_table_shows(tmp_path: Path) -> None:
 def test_layers_are_found_by_name(tmp_path: Path) -> None:
     plan = plan_checkpoint(v4(tmp_path), device="cpu")
     assert plan.layer("layers.1.ffn") is plan.layers[1]
-    with pytest.raises(KeyError, match="no planned layer 'layers.9.ffn'"):
+    with pytest.raises(KeyError, match=r"no planned layer 'layers\.9\.ffn'"):
         plan.layer("layers.9.ffn")
 
 

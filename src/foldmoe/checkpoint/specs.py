@@ -103,7 +103,7 @@ def _layer(block: Block, headers: Headers, facts: ModelFacts) -> MoELayer:
         top_k = table_k
     else:
         mismatch = []
-    stated_shared = None if facts.shared_width is None else facts.shared_width > 0
+    stated_shared = None if draft or facts.shared_width is None else facts.shared_width > 0
     found = audit(block, headers.tensors, experts=experts, shared=stated_shared)
     reasons = list(found.problems)
     if facts.odd_activation:
@@ -127,7 +127,7 @@ def _layer(block: Block, headers: Headers, facts: ModelFacts) -> MoELayer:
         activations=precision,
         shared_gate="shared_gate" in block.router,
         draft=draft,
-        notes=(*mismatch, *_cross_check(found.routed, found, facts, experts), *about_precision, *_router_notes(block)),
+        notes=(*mismatch, *_cross_check(found.routed, found, facts, experts), *about_precision, *_other_notes(block)),
     )
     return MoELayer(block, found, spec)
 
@@ -187,8 +187,11 @@ def _check_dtype(routed: StoredSet, facts: ModelFacts) -> list[str]:
     return []
 
 
-def _router_notes(block: Block) -> list[str]:
+def _other_notes(block: Block) -> list[str]:
     notes = [] if "weight" in block.router else ["the layer has no router (gate.weight)"]
+    slots = (*next(iter(block.experts.values()), {}), *block.stacked, *block.shared)
+    if any(slot.kind == "input_scale" for slot in slots):
+        notes.append("static activation scales (input_scale) are not used here")
     if "image_bias" in block.router:
         notes.append("a second gate bias for image tokens: routing is the engine's")
     return notes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 
 from foldmoe.checkpoint.compare import compare
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
-from foldmoe.planner import FusionPolicy
+from foldmoe.cli.policy import asked
 from foldmoe.report.check_tables import compare_table, verify_table
 from foldmoe.verify import passes
 from foldmoe.verify import verify as check
@@ -20,9 +20,9 @@ def verify(
     against: Annotated[
         str | None, typer.Option(help="The checkpoint that this one was made from: compare their experts too.")
     ] = None,
-    fold: Annotated[str, typer.Option(help="How the folded run folds: auto, native or slot.")] = "auto",
-    backend: Annotated[str, typer.Option(help="auto, or the name of a backend.")] = "auto",
-    allow_requantize: Annotated[bool, typer.Option("--allow-requantize")] = False,
+    fold: Annotated[str | None, typer.Option(help="How the folded run folds: auto, native or slot.")] = None,
+    backend: Annotated[str | None, typer.Option(help="auto, or the name of a backend.")] = None,
+    allow_requantize: Annotated[bool | None, typer.Option("--allow-requantize")] = None,
     tokens: Annotated[int, typer.Option(help="Rows of random input.")] = 16,
     seed: Annotated[int, typer.Option()] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
@@ -30,7 +30,7 @@ def verify(
     """Run every MoE layer folded, unfolded and against the float64 reference; exit 1 if one of them disagrees."""
     screen = console()
     with errors.shown():
-        policy = FusionPolicy(cast("Any", fold), allow_requantize, backend=backend)
+        policy = asked(fold=fold, backend=backend, allow_requantize=allow_requantize)
         checks = list(check(checkpoint, policy=policy, tokens=tokens, seed=seed, device=device))
         differences = list(compare(checkpoint, against)) if against else []
     screen.print(verify_table(checks))

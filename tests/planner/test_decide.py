@@ -1,0 +1,189 @@
+"""One layer's decision: the best strategy that keeps the stored precision, and a reason for everything refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+
+import foldmoe.backends  # noqa: F401  registers the torch backend
+from foldmoe import Activation, Format, FusionPolicy, Placement, plan_layer
+from foldmoe.moe import ExpertSpec, LayerSpec
+from foldmoe.planner import capability
+from foldmoe.planner.devices import KNOWN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from foldmoe.moe.spec import ActivationPrecision
+    from foldmoe.planner.devices import Device
+    from foldmoe.planner.policy import Fold
+
+MXFP4 = ExpertSpec(6, 192, Format.MXFP4)
+FP8 = ExpertSpec(1, 192, Format.FP8_128x128, e8m0_scales=True)
+SPEC = LayerSpec("layers.0.ffn", 256, 2, MXFP4, FP8, activations="fp8")
+
+
+class Fake:
+    """A backend whose answers a test sets."""
+
+    name: ClassVar[str] = "fake"
+    deterministic: ClassVar[bool] = True
+    missing: str | None = None
+    against: tuple[str, ...] = ()
+    rows: tuple[tuple[int, int | None], ...] = ((0, 17), (512, None))
+    asked: LayerSpec | None = None
+
+    def unavailable(self, device: Device) -> str | None:
+        return self.missing
+
+    def supports(self, spec: LayerSpec, activations: ActivationPrecision) -> tuple[str, ...]:
+        self.asked = spec
+        return self.against
+
+    def packed_nbytes(self, spec: LayerSpec) -> int:
+        return spec.nbytes + 1000
+
+    def fold_rows(self, spec: LayerSpec, device: Device) -> tuple[tuple[int, int | None], ...]:
+        return self.rows
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    """A faster backend in front of the others."""
+    backend = Fake()
+    monkeypatch.setattr(capability, "_REGISTRY", {"fake": backend, **capability._REGISTRY})
+    return backend
+
+
+def test_native_is_taken_where_a_backend_runs_the_layer_as_stored(fake: Fake) -> None:
+    plan = plan_layer(SPEC, device="cpu", placement=Placement(2, 0, 2, 0))
+    assert (plan.strategy, plan.arm, plan.backend, plan.activations) == ("native", "folded", "fake", "fp8")
+    assert plan.reasons == ()
+    assert fake.asked == SPEC.local(Placement(2, 0, 2, 0))
+    assert (plan.bytes_before, plan.extra_bytes) == (fake.asked.nbytes, 1000)
+
+
+def test_folding_may_pay_at_some_batch_sizes_only(fake: Fake) -> None:
+    plan = plan_layer(SPEC, device="cpu")
+    assert [plan.folds_at(tokens) for tokens in (0, 16, 17, 511, 512, 9999)] == [True, True, False, False, True, True]
+    assert not replace(plan, arm="serial").folds_at(1)
+
+
+def test_a_backend_that_cannot_hands_over_to_the_next_with_its_reasons(fake: Fake) -> None:
+    fake.against = ("no", "never")
+    plan = plan_layer(SPEC, device="cpu")
+    assert plan.strategy == "native"
+    assert plan.backend != "fake"
+    assert plan.reasons[:2] == ("fake: no", "fake: never")
+    fake.against, fake.missing = (), "needs a machine that is not here"
+    assert "fake: needs a machine that is not here" in plan_layer(SPEC, device="cpu").reasons
+
+
+def test_where_no_backend_runs_the_layer_the_engine_keeps_it(fake: Fake) -> None:
+    fake.against = ("too wide",)
+    plan = plan_layer(SPEC, FusionPolicy(backend="fake"), "cpu")
+    assert (plan.strategy, plan.arm, plan.backend) == ("serial", "stock", "stock")
+    assert plan.reasons == ("fake: too wide", "no backend of ours runs this layer: the engine keeps it")
+    assert plan.extra_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("fold", "arm", "backend", "reason"),
+    [
+        ("stock", "stock", "stock", "leaves the engine's own layer in place"),
+        ("off", "serial", "torch", "after the routed experts"),
+        ("dual", "dual-stream", "torch", "on a second stream"),
+    ],
+)
+def test_what_the_policy_asks_not_to_fold_is_not_folded(fold: Fold, arm: str, backend: str, reason: str) -> None:
+    plan = plan_layer(SPEC, FusionPolicy(fold, backend="torch"), "cpu")
+    assert (plan.strategy, plan.arm, plan.backend, plan.folded) == ("serial", arm, backend, False)
+    assert reason in plan.reasons[-1]
+    assert str(plan).startswith(f"layers.0.ffn: {arm} on {backend}")
+
+
+def test_without_a_shared_expert_there_is_nothing_to_fold() -> None:
+    plan = plan_layer(replace(SPEC, shared=None), FusionPolicy(backend="torch"), "cpu")
+    assert (plan.arm, plan.backend) == ("serial", "torch")
+    assert "no shared expert" in plan.reasons[-1]
+
+
+def test_another_activation_precision_is_named() -> None:
+    plan = plan_layer(SPEC, FusionPolicy(activations="bf16", backend="torch"), "cpu")
+    assert plan.activations == "bf16"
+    assert plan.reasons == ("activations bf16 as asked; the checkpoint declares fp8",)
+
+
+SLOT = FusionPolicy("slot", backend="torch")
+ALLOWED = FusionPolicy("slot", allow_requantize=True, backend="torch")
+
+
+def test_a_shared_expert_stored_as_the_routed_ones_takes_a_slot_as_it_is() -> None:
+    plan = plan_layer(replace(SPEC, shared=replace(MXFP4, count=1)), SLOT, "cpu")
+    assert (plan.strategy, plan.requantize, plan.padded_width, plan.extra_bytes) == ("slot", False, None, 0)
+
+
+def test_a_narrower_shared_expert_is_padded_and_its_bytes_are_counted() -> None:
+    plan = plan_layer(replace(SPEC, shared=ExpertSpec(1, 96, Format.MXFP4)), SLOT, "cpu")
+    assert (plan.strategy, plan.padded_width) == ("slot", 192)
+    assert plan.extra_bytes == MXFP4.nbytes(256) - ExpertSpec(1, 96, Format.MXFP4).nbytes(256)
+
+
+def test_requantising_saves_bytes_and_is_said() -> None:
+    plan = plan_layer(SPEC, ALLOWED, "cpu")
+    assert (plan.strategy, plan.requantize) == ("slot", True)
+    assert plan.extra_bytes == MXFP4.nbytes(256) - FP8.nbytes(256)
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy", "reason"),
+    [
+        (SPEC, SLOT, "lowers precision; ask for it by name"),
+        (replace(SPEC, shared=replace(FP8, width=256)), ALLOWED, "the shared expert is 256 wide, a routed slot 192"),
+        (
+            replace(SPEC, routed=replace(FP8, count=6), shared=ExpertSpec(1, 192, Format.BF16)),
+            ALLOWED,
+            "requantising bf16 -> fp8_128x128 is not supported",
+        ),
+        (replace(SPEC, routed=replace(FP8, count=6, e8m0_scales=False)), ALLOWED, "stored differently"),
+        (
+            replace(SPEC, shared=replace(MXFP4, count=1), shared_activation=Activation(7.0)),
+            SLOT,
+            "activations differ",
+        ),
+    ],
+)
+def test_what_keeps_a_shared_expert_out_of_a_slot_is_a_reason(
+    spec: LayerSpec, policy: FusionPolicy, reason: str
+) -> None:
+    plan = plan_layer(spec, policy, "cpu")
+    assert (plan.strategy, plan.arm, plan.backend) == ("serial", "serial", "torch")
+    assert any(found.startswith("slot: ") and reason in found for found in plan.reasons), plan.reasons
+
+
+def test_a_width_that_does_not_cut_leaves_the_layer_to_the_engine() -> None:
+    plan = plan_layer(SPEC, device="cpu", placement=Placement(tp_size=5))
+    assert plan.arm == "stock"
+    assert plan.reasons == ("tensor parallel: a width of 192 does not cut into 5 equal mxfp4 shards",)
+
+
+def test_every_rank_makes_the_same_decision() -> None:
+    digests = {plan_layer(SPEC, device="cpu", placement=Placement(4, rank)).digest for rank in range(4)}
+    assert len(digests) == 1
+    plan = plan_layer(SPEC, FusionPolicy(backend="torch"), "cpu")
+    assert plan.digest == replace(plan, reasons=("words",), bytes_before=1).digest
+    for field, value in (("strategy", "slot"), ("backend", "x"), ("activations", "bf16"), ("padded_width", 256)):
+        assert replace(plan, **{field: value}).digest != plan.digest
+
+
+@pytest.mark.parametrize("choice", [{"fold": "sideways"}, {"activations": "int3"}])
+def test_an_unknown_choice_names_the_known_ones(choice: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="must be one of"):
+        FusionPolicy(**choice)  # type: ignore[arg-type]
+
+
+def test_an_unknown_backend_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"no backend called 'nobody'; there are: .*torch"):
+        plan_layer(SPEC, FusionPolicy(backend="nobody"), KNOWN["cpu"])
