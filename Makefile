@@ -40,7 +40,9 @@ $(VENV)/.dev: $(VENV)/.base
 TRITON_VERSIONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 test-triton-versions: $(VENV)/.dev
 	for version in $(TRITON_VERSIONS); do \
-	  $(PYTHON) -m venv --system-site-packages $(VENV)-triton-$$version || exit 1; \
+	  folder=$(VENV)-triton-$$version; \
+	  $(BIN)/python -m pip install -q --no-deps --upgrade --target $$folder triton==$$version || exit 1; \
+	  $(BIN)/python tests/triton/compile_versions.py $$folder || exit 1; \
 	done
 
 clean:

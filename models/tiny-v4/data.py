@@ -12,10 +12,10 @@ from enum import IntEnum
 
 import numpy as np
 import torch
+from tokenizer import BOS_ID, EOS_ID, build_tokenizer, piece_ids
 from torch.utils.data import DataLoader, Dataset
 
-import items
-from tokenizer import BOS_ID, EOS_ID, build_tokenizer, piece_ids
+from foldmoe.evaluate import items
 
 
 class Kind(IntEnum):
@@ -88,7 +88,7 @@ class Documents:
         while left >= 80:
             if draw < plan.needle_share:
                 tokens = min(plan.needle_tokens(rng, progress), left)
-                item = self.for_training(lambda: items.needle(rng, tokens))
+                item = self.for_training(lambda length=tokens: items.needle(rng, length))
                 document = self.from_item(item, Kind.NEEDLE_ANSWER)
             elif draw < plan.needle_share + plan.arithmetic_share:
                 item = self.for_training(lambda: items.arithmetic(rng, plan.limit))

@@ -8,11 +8,11 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
-
-import items
 from export import load_stored
 from quantise import as_stored
+from transformers import AutoTokenizer
+
+from foldmoe.evaluate import items
 
 VARIANTS = ("stored", "shared expert zeroed", "routed experts zeroed", "shared expert in MXFP4")
 LONGEST_ANSWER = {"needle": 10, "arithmetic": 36}  # tokens

@@ -12,12 +12,11 @@ import sys
 from pathlib import Path
 
 import torch
+from quantise import fp8_decode, fp8_encode, mxfp4_decode, mxfp4_encode, storage_of
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
-from quantise import fp8_decode, fp8_encode, mxfp4_decode, mxfp4_encode, storage_of
 from tokenizer import save_tokenizer
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 # Transformers' names -> stored names, applied in this order to names without their leading "model.".
 RENAMES = (
@@ -102,7 +101,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {}
     for shard in sorted(folder.glob("*.safetensors")):
         with safe_open(shard, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return tensors
 
 
@@ -140,4 +139,4 @@ def load_stored(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV4F
 
 if __name__ == "__main__":
     for tensor_name, tensor in sorted(read_tensors(Path(sys.argv[1])).items()):
-        print(f"{tensor_name:48} {str(tensor.dtype):22} {list(tensor.shape)}")
+        print(f"{tensor_name:48} {tensor.dtype!s:22} {list(tensor.shape)}")

@@ -13,11 +13,10 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
 from quantise import fp8_activations
 from sinkhorn import sinkhorn
 from tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCABULARY_SIZE
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 GEOMETRY = dict(
     vocab_size=VOCABULARY_SIZE, hidden_size=256, moe_intermediate_size=128, num_hidden_layers=5, num_attention_heads=4,
@@ -232,7 +231,8 @@ class TrainingForward:
                 return {short: weights[at + name] for short, name in names.items()}
             hc = {place: {part: weights[f"model.layers.{index}.{place}.{part}"] for part in ("fn", "base", "scale")}
                   for place in ("attn_hc", "ffn_hc")}
-            streams = self.attention(streams, hc["attn_hc"], take(ATTENTION_NAMES), cos, sin, documents, quantised, sizes)
+            attention = take(ATTENTION_NAMES)
+            streams = self.attention(streams, hc["attn_hc"], attention, cos, sin, documents, quantised, sizes)
             streams, load = self.experts(streams, hc["ffn_hc"], take(EXPERT_NAMES), bias, gains, quantised, sizes)
             loads.append(load)
         flat = rms_norm(streams.flatten(-2).float(), None, sizes.rms_norm_eps)
@@ -244,7 +244,7 @@ class TrainingForward:
 
 
 def choice_biases(model: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Per layer what `expert_part` adds to the scores: the balancing bias, or the hash table as a bias that always wins."""
+    """Per layer what `expert_part` adds to the scores: a balancing bias, or the hash table as one that always wins."""
     biases = []
     for layer in model.model.layers:
         gate = layer.mlp.gate

@@ -107,7 +107,7 @@ def storage_of(name: str) -> str:
         return "mxfp4"
     if ".shared_experts." in name or "_proj.weight" in name:
         return "fp8"
-    if name.endswith("norm.weight") or name.endswith((".gate.weight", "embed_tokens.weight", "lm_head.weight")):
+    if name.endswith(("norm.weight", ".gate.weight", "embed_tokens.weight", "lm_head.weight")):
         return "bf16"
     return "float32"
 

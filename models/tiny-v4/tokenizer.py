@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-import items
+from foldmoe.evaluate import items
 
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
 SPECIAL = (BOS, EOS, PAD)

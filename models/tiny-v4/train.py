@@ -18,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
-
-import evaluate
 from data import Curriculum, TrainingBatches, held_out_batch, training_loader
 from export import export
 from model import TrainingForward, choice_biases, make_config, make_model
 from sinkhorn import sinkhorn, sinkhorn_backward
 from trainer import Trainer
+from transformers import AutoTokenizer
+
+import evaluate
 
 QUANTISED_FROM = 0.6  # the last 40 % of the steps see stored weights and FP8 activations
 WARM_UP = 100  # steps
@@ -55,7 +55,7 @@ def rate_at(step: int, progress: float) -> float:
 
 @torch.no_grad()
 def check_forward(model, device) -> float:
-    """Largest difference between the training forward and Transformers' own, in float32; checks Sinkhorn's gradient too."""
+    """Largest difference of the training forward from Transformers' own, float32; checks Sinkhorn's gradient too."""
     tokens = torch.randint(3, 400, (2, 48), generator=torch.Generator().manual_seed(0)).to(device)
     ours, _ = TrainingForward(model.config, device, compiled=False)(
         dict(model.named_parameters()), choice_biases(model, tokens), tokens, torch.zeros_like(tokens),
@@ -127,7 +127,7 @@ def train(trainer: Trainer, loader, steps: int, deadline: float, held_out, rows:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the stored checkpoint; masters.pt beside it")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint; masters.pt beside it")
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything up to the final scores")
     parser.add_argument("--steps", type=int, help="instead of calibrating")
     parser.add_argument("--preset", choices=PRESETS, default="full")

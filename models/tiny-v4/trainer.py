@@ -15,7 +15,6 @@ from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
-
 from data import LOSS_WEIGHTS, Kind
 from model import TrainingForward, choice_biases
 from optimizer import Optimizer

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from foldmoe.evaluate.skills import LONGEST_ANSWER, TaskAnswers, answer, evaluation_items
 from foldmoe.planner import CheckpointPlan, FusionPolicy, plan_checkpoint
 from foldmoe.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
 
 TINY_V4 = Path(__file__).parent / "assets" / "tiny-v4"
 """The trained checkpoint in DeepSeek-V4's stored format that comes with the package."""

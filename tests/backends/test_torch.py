@@ -49,7 +49,9 @@ def test_float32_inputs_match_the_reference(routed_format: Format, shared_format
     case = get_case(name, 13, 3, 6, 64, dtype=torch.float32)
     layer = FoldedMoE(routed, shared, activation=Activation(2.0), policy=FusionPolicy(activations="bf16"))
     y = layer(*case.args, **case.kwargs)
-    assert_close(y, reference_moe(*case.args, routed, shared, activation=Activation(2.0), **case.kwargs), FLOAT32_TOLERANCE)
+    assert_close(
+        y, reference_moe(*case.args, routed, shared, activation=Activation(2.0), **case.kwargs), FLOAT32_TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("fold", ["native", "off"])

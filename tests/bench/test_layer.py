@@ -84,7 +84,20 @@ def test_the_floor_counts_distinct_experts() -> None:
 
 def test_the_command_prints_a_table_and_writes_json(small: str, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = ["bench", "layer", "--shape", small, "--tokens", "2", "--rounds", "1", "--device", "cpu", "--out", str(out)]
+    command = [
+        "bench",
+        "layer",
+        "--shape",
+        small,
+        "--tokens",
+        "2",
+        "--rounds",
+        "1",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
     done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     assert "torch folded" in done.output

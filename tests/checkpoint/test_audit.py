@@ -110,6 +110,7 @@ def test_a_config_that_states_a_shared_expert_the_layer_lacks_is_an_error(change
 
 def test_half_a_shared_expert_is_an_error(changed: Callable[..., Path]) -> None:
     for matrix, what in (("w1", "gate (w1, gate_proj)"), ("w3", "up (w3, up_proj)"), ("w2", "down projection")):
+
         def drop(tensors: dict[str, Tensor], config: dict[str, Any], matrix: str = matrix) -> None:
             del tensors[f"{LAYER}.shared_experts.{matrix}.weight"]
             del tensors[f"{LAYER}.shared_experts.{matrix}.scale"]

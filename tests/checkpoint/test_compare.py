@@ -53,8 +53,11 @@ def test_a_requantised_and_scaled_shared_expert_fails_too(kinds: dict[str, Path]
 
 
 def test_a_routed_expert_with_one_other_code_is_found(kinds: dict[str, Path], changed: Callable[..., Path]) -> None:
-    for kind, name, index in (("v4", "layers.1.ffn.experts.9.w3.weight", (3, 4)),
-                              ("stacked", "model.layers.1.mlp.experts.w2_weight", (5, 3, 4))):
+    for kind, name, index in (
+        ("v4", "layers.1.ffn.experts.9.w3.weight", (3, 4)),
+        ("stacked", "model.layers.1.mlp.experts.w2_weight", (5, 3, 4)),
+    ):
+
         def flip(
             tensors: dict[str, Tensor], config: dict[str, Any], name: str = name, index: tuple[int, ...] = index
         ) -> None:
@@ -80,9 +83,10 @@ def test_other_experts_layers_or_layouts_are_problems(kinds: dict[str, Path], ch
         for name in [n for n in tensors if ".shared_experts." in n]:
             tensors[name] = tensors[name][:, :32].clone() if "down" in name else tensors[name][:32].clone()
 
-    assert "shape [1, 32, 128], the original's is [1, 64, 128]" in next(
-        iter(compare(changed("bf16", narrower, "narrow"), kinds["bf16"]))
-    ).problems[0]
+    assert (
+        "shape [1, 32, 128], the original's is [1, 64, 128]"
+        in next(iter(compare(changed("bf16", narrower, "narrow"), kinds["bf16"]))).problems[0]
+    )
 
     def broken(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         del tensors["model.layers.1.mlp.experts.0.up_proj.weight"]

@@ -22,9 +22,7 @@ WIDE = {"COLUMNS": "300"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    v4_checkpoint(
-        tmp_path, hidden=256, width=128, layers=5, experts=8, block=128, drafts=1, draft_experts=4
-    )
+    v4_checkpoint(tmp_path, hidden=256, width=128, layers=5, experts=8, block=128, drafts=1, draft_experts=4)
     return tmp_path
 
 

@@ -60,9 +60,7 @@ def scaled(layer: FoldedMoE, factor: float) -> FoldedMoE:
     assert shared is not None
     down = QuantizedTensor(shared.down.dequantize(torch.bfloat16) * factor, format=Format.BF16)
     gate_up = QuantizedTensor(shared.gate_up.dequantize(torch.bfloat16), format=Format.BF16)
-    return FoldedMoE(
-        routed, ExpertWeights(gate_up, down), activation=layer.plan.spec.activation, plan=layer.plan
-    )
+    return FoldedMoE(routed, ExpertWeights(gate_up, down), activation=layer.plan.spec.activation, plan=layer.plan)
 
 
 def test_case_1_a_shared_expert_off_by_four_tenths_fails(kinds: dict[str, Path]) -> None:

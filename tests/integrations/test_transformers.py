@@ -90,7 +90,9 @@ def test_a_folded_model_says_what_the_stock_model_says(family: str, capsys: pyte
     before = logits(model)
     report = fold(model)
     assert report.count("native") == report.total >= 2
-    assert f"folded {report.total}/{report.total} layers (native {report.total}, slot 0), +0 B" in capsys.readouterr().out
+    assert (
+        f"folded {report.total}/{report.total} layers (native {report.total}, slot 0), +0 B" in capsys.readouterr().out
+    )
     assert relative_error(logits(model), before) < 1e-5
     assert unfold(model) == report.total
     assert not any(isinstance(module, FoldedBlock) for module in model.modules())
@@ -189,5 +191,7 @@ def test_a_tensor_too_few_or_too_many_is_an_error_that_lists_them(checkpoint: Pa
     tensors = load_file(shard)
     tensors["layers.0.surprise.weight"] = tensors.pop("norm.weight")
     save_file(tensors, shard)
-    with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight\s+unexpected: layers\.0\.surprise\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"missing: model\.norm\.weight\s+unexpected: layers\.0\.surprise\.weight"
+    ):
         load(tmp_path, quiet=True)

@@ -36,9 +36,7 @@ V4_PRO = {"hidden": 7168, "width": 3072, "layers": 61, "block": 128, "drafts": 1
 @pytest.mark.parametrize("size", [V41_FLASH, V4_PRO], ids=["v4.1-flash", "v4-pro"])
 def test_real_sized_headers_plan_within_three_seconds_and_300_mb(tmp_path: Path, size: dict[str, int]) -> None:
     v4_checkpoint(tmp_path, **size)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     total = size["layers"] + size["drafts"]
     assert found["summary"] == f"{total}/{total} layers fold natively, +0 B"

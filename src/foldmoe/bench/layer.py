@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,8 @@ from foldmoe.layer import FoldedMoE
 from foldmoe.planner import FusionPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from foldmoe.bench.shapes import Batch
     from foldmoe.moe import ExpertWeights, LayerSpec
 

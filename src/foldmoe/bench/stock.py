@@ -55,8 +55,9 @@ def transformers_arms(
     def arm(implementation: str) -> Callable[[Batch], Tensor]:
         def run(batch: Batch) -> Tensor:
             block.experts.config._experts_implementation = implementation
-            out: Tensor = block.experts(batch.x, batch.topk_ids.long(), batch.topk_weights.to(batch.x.dtype))
-            return out + block.shared_experts(batch.x)
+            routed = block.experts(batch.x, batch.topk_ids.long(), batch.topk_weights.to(batch.x.dtype))
+            out: Tensor = routed + block.shared_experts(batch.x)
+            return out
 
         return run
 

@@ -156,8 +156,7 @@ def _matrix(name: str, new: QuantizedTensor, old: QuantizedTensor) -> _Verdict:
 def _same_bytes(new: QuantizedTensor, old: QuantizedTensor) -> bool:
     first, second = new.tensors(), old.tensors()
     return first.keys() == second.keys() and all(
-        first[role].shape == second[role].shape
-        and torch.equal(_bytes(first[role]), _bytes(second[role]))
+        first[role].shape == second[role].shape and torch.equal(_bytes(first[role]), _bytes(second[role]))
         for role in first
     )
 

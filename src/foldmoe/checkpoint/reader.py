@@ -103,9 +103,7 @@ def read_layer(
     return LayerTensors(routed, shared, router)
 
 
-def iter_experts(
-    reader: TensorReader, layer: MoELayer, experts: Iterable[int]
-) -> Iterator[tuple[int, ExpertWeights]]:
+def iter_experts(reader: TensorReader, layer: MoELayer, experts: Iterable[int]) -> Iterator[tuple[int, ExpertWeights]]:
     """Routed experts one by one, each a set of one ``[1, 2I, H]``, ``[1, H, I]``, from single names and stacks alike.
 
     Raises:
@@ -119,9 +117,7 @@ def iter_experts(
             yield expert, _expert(reader, layer.block.experts[expert], stored, None)
 
 
-def _stack(
-    reader: TensorReader, layer: MoELayer, placement: Placement, device: torch.device | str
-) -> ExpertWeights:
+def _stack(reader: TensorReader, layer: MoELayer, placement: Placement, device: torch.device | str) -> ExpertWeights:
     held = placement.experts(layer.audit.count)
     result: ExpertWeights | None = None
     for expert, whole in iter_experts(reader, layer, held or range(1)):
@@ -136,9 +132,7 @@ def _stack(
     return result
 
 
-def _expert(
-    reader: TensorReader, names: Mapping[Slot, str], stored: StoredSet, index: int | None
-) -> ExpertWeights:
+def _expert(reader: TensorReader, names: Mapping[Slot, str], stored: StoredSet, index: int | None) -> ExpertWeights:
     """One expert from its own tensors, or entry ``index`` of a stack."""
 
     def read(matrix: Matrix) -> QuantizedTensor:

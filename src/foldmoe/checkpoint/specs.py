@@ -177,9 +177,11 @@ def _check_dtype(routed: StoredSet, facts: ModelFacts) -> list[str]:
     """``expert_dtype``, or the global ``quant_method`` where that is all there is, against the routed tensors."""
     kind = "fp4" if routed.format.packed else "fp8" if routed.format.fp8 else "bf16"
     if facts.expert_dtype is not None:
-        return _differs("expert_dtype", facts.expert_dtype.lower(), kind, "the routed experts are") if (
-            facts.expert_dtype.lower() not in (kind, routed.format.value)
-        ) else []
+        return (
+            _differs("expert_dtype", facts.expert_dtype.lower(), kind, "the routed experts are")
+            if (facts.expert_dtype.lower() not in (kind, routed.format.value))
+            else []
+        )
     if facts.quant_method == "fp8" and kind != "fp8":
         return [f"config.json: quant_method is fp8, the routed experts are {routed.format.value}; the tensors decide"]
     if facts.quant_method is None and kind != "bf16":

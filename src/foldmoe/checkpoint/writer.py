@@ -74,9 +74,7 @@ def _expert(
     return found
 
 
-def _stacked(
-    names: Mapping[Slot, str], stored: StoredSet, weights: ExpertWeights, whole: bool
-) -> dict[str, Tensor]:
+def _stacked(names: Mapping[Slot, str], stored: StoredSet, weights: ExpertWeights, whole: bool) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for matrix, file, part in _parts(stored, weights.gate_up, weights.down):
         count = weights.num_experts

@@ -7,6 +7,7 @@ import typer
 from foldmoe.cli.bench import app as bench
 from foldmoe.cli.demo import demo
 from foldmoe.cli.doctor import doctor
+from foldmoe.cli.eval import evaluate
 from foldmoe.cli.plan import plan
 from foldmoe.cli.requantize import requantize
 from foldmoe.cli.verify import verify
@@ -24,4 +25,4 @@ app.command("requantize")(requantize)
 app.add_typer(bench, name="bench")
 app.command("demo")(demo)
 app.command("doctor")(doctor)
-
+app.command("eval")(evaluate)

@@ -6,10 +6,16 @@ is no third-party text in it. Training and evaluation never share a text: a hash
 which side may use it (`is_held_out`).
 """
 
+from __future__ import annotations
+
 import hashlib
 import random
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # The tokenizer cuts text exactly here, and every piece that the grammar makes is one token.
 PIECE = re.compile(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s")
@@ -17,19 +23,90 @@ PIECE = re.compile(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s")
 LONGEST_SENTENCE = 10  # tokens
 HELD_OUT_MODULUS = 8  # one text in eight belongs to the evaluation side
 
-NAMES = {"Anna": "she", "Ben": "he", "Clara": "she", "David": "he", "Emma": "she", "Felix": "he",
-         "Grace": "she", "Hugo": "he", "Iris": "she", "Jack": "he", "Lena": "she", "Max": "he"}
-GOODS = ("apples", "books", "pears", "coins", "stamps", "shells", "cards", "pencils", "stones", "cakes", "eggs", "roses")
+NAMES = {
+    "Anna": "she",
+    "Ben": "he",
+    "Clara": "she",
+    "David": "he",
+    "Emma": "she",
+    "Felix": "he",
+    "Grace": "she",
+    "Hugo": "he",
+    "Iris": "she",
+    "Jack": "he",
+    "Lena": "she",
+    "Max": "he",
+}
+GOODS = (
+    "apples",
+    "books",
+    "pears",
+    "coins",
+    "stamps",
+    "shells",
+    "cards",
+    "pencils",
+    "stones",
+    "cakes",
+    "eggs",
+    "roses",
+)
 BOXES = ("bags", "boxes", "baskets", "jars")
 GAINS = ("buys {n} more", "finds {n} more", "gets {n} from {friend}", "wins {n} more")
 LOSSES = ("sells {n}", "loses {n}", "gives {n} to {friend}", "drops {n}")
 
-ADJECTIVES = ("old", "small", "quiet", "bright", "green", "tall", "warm", "slow", "clever", "round", "heavy", "soft",
-              "young", "brown", "white", "empty")
-NOUNS = ("cat", "dog", "bird", "horse", "farmer", "teacher", "child", "river", "boat", "train", "lamp", "chair", "door",
-         "letter", "song", "cloud", "tree", "flower")
-PLACES = ("house", "garden", "village", "forest", "bridge", "market", "school", "hill", "station", "lake", "kitchen",
-          "field")
+ADJECTIVES = (
+    "old",
+    "small",
+    "quiet",
+    "bright",
+    "green",
+    "tall",
+    "warm",
+    "slow",
+    "clever",
+    "round",
+    "heavy",
+    "soft",
+    "young",
+    "brown",
+    "white",
+    "empty",
+)
+NOUNS = (
+    "cat",
+    "dog",
+    "bird",
+    "horse",
+    "farmer",
+    "teacher",
+    "child",
+    "river",
+    "boat",
+    "train",
+    "lamp",
+    "chair",
+    "door",
+    "letter",
+    "song",
+    "cloud",
+    "tree",
+    "flower",
+)
+PLACES = (
+    "house",
+    "garden",
+    "village",
+    "forest",
+    "bridge",
+    "market",
+    "school",
+    "hill",
+    "station",
+    "lake",
+    "kitchen",
+    "field",
+)
 VERBS = ("waits", "rests", "sings", "sleeps", "moves", "stays", "turns", "walks", "stands", "plays")
 DEEDS = ("sees", "likes", "paints", "remembers", "hears", "draws", "follows", "watches")
 PREPOSITIONS = ("near", "behind", "under", "above", "beside", "inside")
@@ -122,8 +199,9 @@ def arithmetic(rng: random.Random, limit: int = 99) -> Item:
     return Item(prompt, str(total), "".join(steps) + f"\n#### {total}")
 
 
-def held_out(make, n: int, seed: int) -> list[Item]:
-    rng, found, seen = random.Random(seed), [], set()
+def held_out(make: Callable[[random.Random], Item], n: int, seed: int) -> list[Item]:
+    """`n` different items of the evaluation side."""
+    rng, found, seen = random.Random(seed), list[Item](), set[str]()
     while len(found) < n:
         item = make(rng)
         if is_held_out(item.prompt) and item.prompt not in seen:

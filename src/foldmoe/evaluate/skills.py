@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foldmoe.evaluate import items
-from foldmoe.evaluate.items import Item
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from foldmoe.evaluate.items import Item
 
 SEED = 2026
 LONGEST_ANSWER = {"needle": 10, "arithmetic": 36}
@@ -59,7 +62,7 @@ def answer(
     asked: Sequence[Item],
     longest: int,
     *,
-    batch: int = 25,
+    batch: int = 50,
     progress: Callable[[int], None] | None = None,
 ) -> TaskAnswers:
     """Greedy answers to ``asked``; a batch holds prompts of similar lengths, padded on the left."""

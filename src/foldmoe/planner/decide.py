@@ -43,38 +43,104 @@ def plan_layer(
     try:
         local = spec.local(placement)
     except ValueError as error:
-        return _plan(spec, placement, activations, strategy="serial", arm="stock", backend="stock",
-                     reasons=(*reasons, f"tensor parallel: {error}"))
+        return _plan(
+            spec,
+            placement,
+            activations,
+            strategy="serial",
+            arm="stock",
+            backend="stock",
+            reasons=(*reasons, f"tensor parallel: {error}"),
+        )
     common: dict[str, Any] = {"bytes_before": local.nbytes, "bytes_after": local.nbytes}
     if policy.fold == "stock":
-        return _plan(spec, placement, activations, strategy="serial", arm="stock", backend="stock",
-                     reasons=("the policy leaves the engine's own layer in place",), **common)
+        return _plan(
+            spec,
+            placement,
+            activations,
+            strategy="serial",
+            arm="stock",
+            backend="stock",
+            reasons=("the policy leaves the engine's own layer in place",),
+            **common,
+        )
     backend, refused = _choose(local, activations, policy, found)
     reasons += refused
     if backend is None:
-        return _plan(spec, placement, activations, strategy="serial", arm="stock", backend="stock",
-                     reasons=(*reasons, "no backend of ours runs this layer: the engine keeps it"), **common)
+        return _plan(
+            spec,
+            placement,
+            activations,
+            strategy="serial",
+            arm="stock",
+            backend="stock",
+            reasons=(*reasons, "no backend of ours runs this layer: the engine keeps it"),
+            **common,
+        )
     common["bytes_after"] = backend.packed_nbytes(local)
     if spec.shared is None:
-        return _plan(spec, placement, activations, strategy="serial", arm="serial", backend=backend.name,
-                     reasons=(*reasons, "the layer has no shared expert: nothing to fold"), **common)
+        return _plan(
+            spec,
+            placement,
+            activations,
+            strategy="serial",
+            arm="serial",
+            backend=backend.name,
+            reasons=(*reasons, "the layer has no shared expert: nothing to fold"),
+            **common,
+        )
     if policy.fold in ("off", "dual"):
         arm = "serial" if policy.fold == "off" else "dual-stream"
-        return _plan(spec, placement, activations, strategy="serial", arm=arm, backend=backend.name,
-                     reasons=(*reasons, f"the policy asks for the shared expert {_WHERE[policy.fold]}"), **common)
+        return _plan(
+            spec,
+            placement,
+            activations,
+            strategy="serial",
+            arm=arm,
+            backend=backend.name,
+            reasons=(*reasons, f"the policy asks for the shared expert {_WHERE[policy.fold]}"),
+            **common,
+        )
     rows = backend.fold_rows(local, found)
     if policy.fold in ("auto", "native"):
-        return _plan(spec, placement, activations, strategy="native", arm="folded", backend=backend.name,
-                     reasons=reasons, fold_rows=rows, **common)
+        return _plan(
+            spec,
+            placement,
+            activations,
+            strategy="native",
+            arm="folded",
+            backend=backend.name,
+            reasons=reasons,
+            fold_rows=rows,
+            **common,
+        )
     obstacles = slot_obstacles(spec, policy)
     if obstacles:
-        return _plan(spec, placement, activations, strategy="serial", arm="serial", backend=backend.name,
-                     reasons=(*reasons, *(f"slot: {o}" for o in obstacles)), **common)
+        return _plan(
+            spec,
+            placement,
+            activations,
+            strategy="serial",
+            arm="serial",
+            backend=backend.name,
+            reasons=(*reasons, *(f"slot: {o}" for o in obstacles)),
+            **common,
+        )
     slotted = replace(local, routed=replace(local.routed, count=local.routed.count + 1), shared=None)
     common["bytes_after"] = backend.packed_nbytes(slotted)
-    return _plan(spec, placement, activations, strategy="slot", arm="folded", backend=backend.name, reasons=reasons,
-                 requantize=spec.shared.format is not spec.routed.format, fold_rows=rows,
-                 padded_width=local.routed.width if spec.shared.width < spec.routed.width else None, **common)
+    return _plan(
+        spec,
+        placement,
+        activations,
+        strategy="slot",
+        arm="folded",
+        backend=backend.name,
+        reasons=reasons,
+        requantize=spec.shared.format is not spec.routed.format,
+        fold_rows=rows,
+        padded_width=local.routed.width if spec.shared.width < spec.routed.width else None,
+        **common,
+    )
 
 
 _WHERE = {"off": "after the routed experts", "dual": "on a second stream"}

@@ -137,9 +137,7 @@ def _named(
             yield f"{at}.{matrix}.{suffix}", tensor
 
 
-def _stacked(
-    block: str, style: str, storage: Storage, experts: list[list[Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def _stacked(block: str, style: str, storage: Storage, experts: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Gate above up; FP8 scale blocks count from the top of each stack, as both styles' loaders cut them."""
     gate_up = torch.stack([torch.cat(expert[:2]) for expert in experts])
     down = torch.stack([expert[2] for expert in experts])

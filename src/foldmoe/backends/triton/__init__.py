@@ -1,0 +1,1 @@
+"""Plain Triton: any CUDA or ROCm device; weights stay as stored. Importing this package does not import Triton."""

@@ -1,0 +1,76 @@
+"""``foldmoe demo``, ``doctor`` and ``eval``: the whole way on the trained checkpoint, with few items."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from foldmoe import demo
+from foldmoe.cli.main import app
+from foldmoe.evaluate.arms import compare
+
+WIDE = {"COLUMNS": "160"}
+
+
+def test_the_trained_checkpoint_is_small_and_in_the_stored_format() -> None:
+    from foldmoe.checkpoint import read_headers
+
+    assert sum(path.stat().st_size for path in demo.TINY_V4.iterdir()) < 12e6
+    tensors = read_headers(demo.TINY_V4).tensors
+    assert tensors["layers.0.ffn.experts.0.w1.weight"].dtype == "I8"
+    assert tensors["layers.0.ffn.experts.0.w1.scale"].dtype == "F8_E8M0"
+    assert tensors["layers.0.ffn.shared_experts.w1.weight"].dtype == "F8_E4M3"
+    assert "layers.0.ffn.gate.tid2eid" in tensors
+
+
+def test_demo_folds_three_ways_and_the_answers_agree() -> None:
+    pytest.importorskip("transformers")
+    done = CliRunner().invoke(app, ["demo", "--items", "2", "--device", "cpu"], env=WIDE)
+    assert done.exit_code == 0, done.output
+    assert "5/5 layers fold natively, +0 B" in done.output
+    rows = {m[1].strip(): m[2] for m in re.finditer(r"│ (serial|native|slot, requantised) +│ (.+)", done.output)}
+    assert set(rows) == {"serial", "native", "slot, requantised"}
+    for arm, row in rows.items():
+        assert row.count("100%") == 2, (arm, row)
+    same = re.search(r"(\d+)/(\d+)", rows["native"].split("│")[4])
+    assert same is not None
+    assert same[1] == same[2]
+
+
+def test_demo_runs_on_random_weights_where_the_trained_ones_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(demo, "TINY_V4", Path("nowhere"))
+    done = CliRunner().invoke(app, ["demo", "--device", "cpu"], env=WIDE)
+    assert done.exit_code == 0, done.output
+    assert "nothing to ask this model" in done.output
+
+
+def test_serial_and_native_say_the_same_and_a_missing_shared_expert_shows() -> None:
+    pytest.importorskip("transformers")
+    serial, native, zeroed = compare(demo.TINY_V4, ["serial", "native", "shared-zeroed"], items=3, device="cpu")
+    assert native.same == serial.same == {"needle": 3, "arithmetic": 3}
+    assert native.answers["needle"].score == 1.0
+    assert zeroed.answers["needle"].score == zeroed.answers["arithmetic"].score == 0.0
+    assert zeroed.flips == {"needle": (3, 0), "arithmetic": (3, 0)}
+
+
+def test_eval_refuses_arms_that_are_not_there() -> None:
+    done = CliRunner().invoke(app, ["eval", "--arms", "serial,folded"], env=WIDE)
+    assert done.exit_code == 2
+    assert "no arm folded; there are: transformers, serial" in done.output
+
+
+def test_doctor_says_what_runs_and_why_not_more() -> None:
+    done = CliRunner().invoke(app, ["doctor"], env=WIDE)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"yes │ backend torch", done.output)
+    assert "fold auto, as stored, activations checkpoint, backend auto" in done.output
+
+
+def test_doctor_names_a_misspelt_variable() -> None:
+    done = CliRunner().invoke(app, ["doctor"], env=WIDE | {"FOLDMOE_FLOD": "native"})
+    assert done.exit_code == 2
+    assert "unknown FOLDMOE_FLOD" in done.output

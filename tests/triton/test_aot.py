@@ -1,0 +1,80 @@
+"""Kernels compile for every GPU we name, without one: no trap, no spill in a loop, shared memory that it has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.triton import aot
+from tests.triton.aot_layers import BF16_LAYER, DECODE, MAIN_LAYER, PREFILL, call_of, layer_of
+from tests.triton.support import BF16, FP8, FP8_32, MXFP4, MXFP8
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from foldmoe.backends.triton.layer import TritonLayer
+
+
+def check(layer: TritonLayer, tokens: int, target: str, folder: Path) -> None:
+    machine = aot.TARGETS[target][1]
+    for found in aot.record(layer, call_of(tokens), machine):
+        kernel = aot.compile_for(found, target)
+        where = f"{found.name} {found.constants} {found.options}"
+        assert kernel.metadata.shared <= machine.shared_memory, where
+        if "ptx" in kernel.asm:
+            assert "\ttrap;" not in kernel.asm["ptx"], where
+            usage = aot.spills(kernel, folder)
+            print(target, tokens, found.name, found.options, usage)
+            if target == "sm_90":
+                assert usage["local_in_loops"] == 0, (where, usage)
+                assert usage["stack"] <= 64, (where, usage)
+        else:
+            assert "s_trap" not in kernel.asm["amdgcn"], where
+
+
+@pytest.mark.parametrize(("target", "tokens"), [*((target, DECODE) for target in aot.TARGETS), ("sm_90", PREFILL)])
+def test_main_layer(target: str, tokens: int, tmp_path: Path) -> None:
+    check(layer_of(*MAIN_LAYER), tokens, target, tmp_path)
+
+
+OTHERS = {
+    "mxfp4-fp8_32": (MXFP4, FP8_32, "fp8"),
+    "mxfp4-mxfp4": (MXFP4, MXFP4, "bf16"),
+    "fp8-fp8": (FP8, FP8, "fp8"),
+    "bf16-bf16": BF16_LAYER,
+    "mxfp8-bf16": (MXFP8, BF16, "fp8"),
+    "mxfp4-fp8 one scale a token": (MXFP4, FP8, "fp8_token"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize("tokens", [DECODE, PREFILL])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers(name: str, tokens: int, target: str, tmp_path: Path) -> None:
+    check(layer_of(*OTHERS[name]), tokens, target, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_width_that_no_step_divides(target: str, tmp_path: Path) -> None:
+    check(layer_of(MXFP4, MXFP8, "fp8", width=288), PREFILL, target, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [target for target in aot.TARGETS if target != "sm_90"])
+def test_main_layer_prefill(target: str, tmp_path: Path) -> None:
+    check(layer_of(*MAIN_LAYER), PREFILL, target, tmp_path)
+
+
+def test_hopper_multiplies_out_of_registers() -> None:
+    """Upcast weights are a register operand of ``wgmma``: words are loaded in its layout and never stored back."""
+    for found in aot.record(layer_of(*MAIN_LAYER), call_of(DECODE), aot.TARGETS["sm_90"][1]):
+        if found.name in ("up", "down"):
+            lines = aot.compile_for(found, "sm_90").asm["ttgir"].splitlines()
+            dots = [line for line in lines if "ttng.warp_group_dot " in line]
+            assert dots
+            assert all("dot_op<{opIdx = 0" in line.split("*")[0] for line in dots)
