@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from foldmoe.bench.shapes import Batch
     from foldmoe.moe import ExpertWeights, LayerSpec
 
+    Weights = tuple[ExpertWeights, ExpertWeights]
+    Arm = Callable[[Batch, int], Tensor]
 OWN_ARMS = {"folded": "native", "dual-stream": "dual", "serial": "off"}
 """Our arms and the policy behind each."""
+
+_WEIGHT_SETS = 2
+"""On a GPU calls alternate between sets, or the shared expert of one would stay in the L2 cache."""
 
 _CHECKED_TOKENS = 64
 _CHECKED_BYTES = 2**30
@@ -103,9 +108,14 @@ def run(request: Request, progress: Callable[[str], None] | None = None) -> Laye
     device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     shape = shapes.SHAPES[request.shape]
     generator = torch.Generator(device).manual_seed(0)
-    routed = shapes.random_weights(shape.spec.routed, shape.spec.hidden, generator)
     assert shape.spec.shared is not None
-    shared = shapes.random_weights(shape.spec.shared, shape.spec.hidden, generator)
+    sets = [
+        (
+            shapes.random_weights(shape.spec.routed, shape.spec.hidden, generator),
+            shapes.random_weights(shape.spec.shared, shape.spec.hidden, generator),
+        )
+        for _ in range(_WEIGHT_SETS if device.type == "cuda" else 1)
+    ]
     result = LayerResult(
         request.shape,
         shape.what,
@@ -113,36 +123,37 @@ def run(request: Request, progress: Callable[[str], None] | None = None) -> Laye
         ceilings.measure(device, fp8=shape.spec.activations != "bf16"),
         versions.collect(device),
     )
-    arms = _arms(request, shape.spec, routed, shared, result)
+    arms = _arms(request, shape.spec, sets, result)
     for tokens in request.tokens:
         if progress:
             progress(f"{request.shape}: {tokens} tokens")
         batches = [shapes.random_batch(shape.spec, tokens, generator) for _ in range(request.inputs)]
-        result.rows.extend(_rows(arms, batches, shape.spec, routed, shared, request, device, result.ceilings))
+        result.rows.extend(_rows(arms, batches, shape.spec, sets[0], request, device, result.ceilings))
     return result
 
 
-def _arms(
-    request: Request, spec: LayerSpec, routed: ExpertWeights, shared: ExpertWeights, result: LayerResult
-) -> dict[str, Callable[[Batch], Tensor]]:
-    arms: dict[str, Callable[[Batch], Tensor]] = {}
+def _arms(request: Request, spec: LayerSpec, sets: list[Weights], result: LayerResult) -> dict[str, Arm]:
+    arms: dict[str, Arm] = {}
+    device = sets[0][0].device
     for name in request.arms:
         if name == "stock":
             try:
-                arms |= stock.transformers_arms(spec, routed, shared)
+                for stock_name, run_block in stock.transformers_arms(spec, *sets[0]).items():
+                    arms[stock_name] = _each([run_block] * len(sets))
             except (ImportError, ValueError) as error:
                 result.refused["transformers"] = str(error)
             continue
         if name not in OWN_ARMS:
             raise ValueError(f"no arm {name!r}; there are: {', '.join((*OWN_ARMS, 'stock'))}")
-        if name == "dual-stream" and routed.device.type == "cpu":
+        if name == "dual-stream" and device.type == "cpu":
             result.refused[name] = "a CPU has no second stream"
             continue
         policy = FusionPolicy(OWN_ARMS[name], backend=request.backend, activations=request.activations)  # type: ignore[arg-type]
-        layer = FoldedMoE(
-            routed, shared, activation=spec.activation, policy=policy, top_k=spec.top_k, name=f"bench {request.shape}"
-        )
-        arms[f"{layer.plan.backend} {name}"] = _own(layer)
+        layers = [
+            FoldedMoE(*weights, activation=spec.activation, policy=policy, top_k=spec.top_k, name=f"set {number}")
+            for number, weights in enumerate(sets)
+        ]
+        arms[f"{layers[0].plan.backend} {name}"] = _each([_own(layer) for layer in layers])
     return arms
 
 
@@ -154,23 +165,27 @@ def _own(layer: FoldedMoE) -> Callable[[Batch], Tensor]:
     return call
 
 
+def _each(calls: list[Callable[[Batch], Tensor]]) -> Arm:
+    """The turn-th call goes to the turn-th set of weights, round and round."""
+    return lambda batch, turn: calls[turn % len(calls)](batch)
+
+
 def _rows(
-    arms: dict[str, Callable[[Batch], Tensor]],
+    arms: dict[str, Arm],
     batches: list[Batch],
     spec: LayerSpec,
-    routed: ExpertWeights,
-    shared: ExpertWeights,
+    weights: Weights,
     request: Request,
     device: torch.device,
     limits: ceilings.Ceilings,
 ) -> list[Row]:
     tokens = batches[0].x.shape[0]
 
-    def step(arm: Callable[[Batch], Tensor]) -> timing.Step:
-        return lambda turn: arm(batches[turn])
+    def step(arm: Arm) -> timing.Step:
+        return lambda turn: arm(batches[turn], turn)
 
     with torch.inference_mode():
-        errors = {name: _error(arm, batches[0], spec, routed, shared, request) for name, arm in arms.items()}
+        errors = {name: _error(arm, batches[0], spec, weights, request) for name, arm in arms.items()}
         times = timing.interleaved(
             {name: step(arm) for name, arm in arms.items()}, inputs=len(batches), rounds=request.rounds, device=device
         )
@@ -195,16 +210,9 @@ def _rows(
     ]
 
 
-def _error(
-    arm: Callable[[Batch], Tensor],
-    batch: Batch,
-    spec: LayerSpec,
-    routed: ExpertWeights,
-    shared: ExpertWeights,
-    request: Request,
-) -> float | None:
+def _error(arm: Arm, batch: Batch, spec: LayerSpec, weights: Weights, request: Request) -> float | None:
     """Checked before it is timed. Rows are independent, so that a few tell of all."""
-    y = arm(batch)
+    y = arm(batch, 0)
     rows = slice(0, min(len(batch.x), _CHECKED_TOKENS))
     touched = int(batch.topk_ids[rows].unique().numel()) + 1
     if touched * spec.routed.width * spec.hidden * 24 > _CHECKED_BYTES and batch.x.device.type == "cpu":
@@ -214,8 +222,7 @@ def _error(
         batch.x[rows],
         batch.topk_ids[rows],
         batch.topk_weights[rows],
-        routed,
-        shared,
+        *weights,
         activation=spec.activation,
         activations=precision,  # type: ignore[arg-type]
     )
