@@ -46,8 +46,19 @@ class Call:
     shared_rows: tuple[int, int] | Tensor | None = None
 
 
+class Unsupported(ValueError):  # noqa: N818
+    """Weights that a backend's layout cannot express exactly, seen on packing; another backend may run the layer.
+
+    Nothing has been written over by then, ``consume`` or not.
+    """
+
+
 class PackedLayer(ABC):
     """A layer in a backend's own layout."""
+
+    route_share: float = 1.0
+    """Share of a call's routes that this rank's experts expect: a hint to choose tiles by, set by the front door under
+    expert parallelism, where most ids are -1. It changes no bits."""
 
     @abstractmethod
     def forward(self, call: Call, *, folded: bool) -> Tensor:
@@ -141,7 +152,8 @@ class Backend(ABC):
             consume: the backend may reuse the given storage for its own layout; the caller must not touch it again.
 
         Raises:
-            ValueError: for weights that ``supports`` could not judge from a header (a span of scales, say).
+            Unsupported: for weights that ``supports`` could not judge from a header (a span of scales, say).
+            ValueError: for weights that no backend should run (a NaN scale).
         """
 
 

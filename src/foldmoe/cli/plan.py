@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, cast
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 import foldmoe.backends  # noqa: F401  registers the backends that the planner asks
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
-from foldmoe.planner import FusionPolicy, plan_checkpoint
+from foldmoe.cli.policy import asked
+from foldmoe.parallel.estimate import estimate as estimated
+from foldmoe.parallel.kernel_times import EFFICIENCY, Measured
+from foldmoe.planner import plan_checkpoint
+from foldmoe.report.estimate_table import estimate_table
 from foldmoe.report.plan_table import plan_table
 
 
@@ -19,19 +24,39 @@ def plan(
     ep: Annotated[int, typer.Option(help="Ranks that share the routed experts.")] = 1,
     tp: Annotated[int, typer.Option(help="Ranks that cut every expert's width.")] = 1,
     device: Annotated[str | None, typer.Option(help="h200, h100, mi355x, cpu, ...; default: what is here.")] = None,
-    fold: Annotated[str, typer.Option(help="auto, native, slot, dual, off or stock.")] = "auto",
-    activations: Annotated[str, typer.Option(help="checkpoint, bf16, fp8 or fp8_token.")] = "checkpoint",
-    backend: Annotated[str, typer.Option(help="auto, or the name of a backend.")] = "auto",
+    fold: Annotated[str | None, typer.Option(help="auto, native, slot, dual, off or stock.")] = None,
+    activations: Annotated[str | None, typer.Option(help="checkpoint, bf16, fp8 or fp8_token.")] = None,
+    backend: Annotated[str | None, typer.Option(help="auto, or the name of a backend.")] = None,
     allow_requantize: Annotated[
-        bool, typer.Option("--allow-requantize", help="Let the slot fold lower the shared expert's precision.")
-    ] = False,
+        bool | None, typer.Option("--allow-requantize", help="Let the slot fold lower the shared expert's precision.")
+    ] = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Expected times over the --ep ranks.")] = False,
+    tokens: Annotated[
+        str, typer.Option(help="Estimate: comma-separated tokens on every rank.")
+    ] = "1,8,32,128,512,2048",
+    link: Annotated[str, typer.Option(help="Estimate: nvlink, ib400, or GB/s a direction.")] = "nvlink",
+    efficiency: Annotated[float, typer.Option(help="Estimate: of local kernels against their floor.")] = EFFICIENCY,
+    measured: Annotated[
+        Path | None, typer.Option(help="Estimate: local times from 'foldmoe bench layer --out' of one rank's layer.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Show how every MoE layer of a checkpoint would run. Reads headers only; needs no GPU."""
+    """Show how every MoE layer of a checkpoint would run. Reads headers only; needs no GPU.
+
+    What is not given here is taken from FOLDMOE_FOLD and its like, as a server would.
+    """
     with errors.shown():
-        policy = FusionPolicy(cast("Any", fold), allow_requantize, cast("Any", activations), backend)
+        policy = asked(fold=fold, activations=activations, backend=backend, allow_requantize=allow_requantize)
         found = plan_checkpoint(path_or_repo, policy=policy, ep_size=ep, tp_size=tp, device=device)
+        expected = None
+        if estimate:
+            counts = [int(part) for part in tokens.split(",")]
+            table = Measured.read(measured) if measured else None
+            expected = estimated(found, counts, link=link, efficiency=efficiency, measured=table)
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2))
-    else:
-        console().print(plan_table(found))
+        extra = {"estimate": expected.as_dict()} if expected else {}
+        typer.echo(json.dumps(found.as_dict() | extra, indent=2))
+        return
+    console().print(plan_table(found))
+    if expected:
+        console().print(estimate_table(found, expected))

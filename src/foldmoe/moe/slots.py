@@ -8,6 +8,7 @@ by the rank that holds the expert all the same. -1 stays -1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,32 @@ from foldmoe.moe.spec import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+@cache
+def ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """``[R]`` int64: one past each rank's last id. Kept, so that a CUDA graph finds it on the device."""
+    return torch.tensor(counts, device=device).cumsum(0)
+
+
+def owners(ids: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """The rank that holds each id, where rank r holds the next ``counts[r]`` ids.
+
+    Args:
+        ids: ``[...]`` int32 or int64: physical experts, or slots (counts one larger then).
+        counts: ids of each rank.
+
+    Returns:
+        ``[...]`` int64; ``len(counts)`` for -1 and everything else that no rank holds.
+    """
+    rank = torch.bucketize(ids.contiguous(), ends(counts, ids.device), right=True)
+    return torch.where(ids < 0, len(counts), rank)
+
+
+def local_ids(ids: Tensor, counts: tuple[int, ...], rank: int) -> Tensor:
+    """Ids over all ranks to ``rank``'s own, 0 .. counts[rank] - 1; other ranks' become -1. Same shape and dtype."""
+    local = ids - sum(counts[:rank])
+    return torch.where((local >= 0) & (local < counts[rank]), local, -1)
 
 
 @dataclass(frozen=True)
@@ -59,16 +86,21 @@ class SlotMap:
             raise ValueError(f"rank {rank} of {len(self.experts_per_rank)}")
         return sum(self.experts_per_rank[: rank + 1]) + rank
 
+    @property
+    def slots_per_rank(self) -> tuple[int, ...]:
+        return tuple(count + 1 for count in self.experts_per_rank)
+
     def to_slots(self, ids: Tensor) -> Tensor:
         """Physical expert ids to slots, same shape and dtype; -1 stays.
 
         Raises:
-            ValueError: for ids outside -1 .. num_experts - 1: a list that already carries slots is refused.
+            ValueError: on a CPU, for ids outside -1 .. num_experts - 1: a list that already carries slots is refused.
+                On a GPU, where looking would wait for the device, such an id becomes -1.
         """
         self._check(ids, self.num_experts, "expert ids")
-        ends = torch.tensor(self.experts_per_rank, device=ids.device).cumsum(0)
-        rank = torch.bucketize(ids.contiguous(), ends, right=True)
-        return torch.where(ids < 0, ids, ids + rank.to(ids.dtype))
+        rank = torch.bucketize(ids.contiguous(), ends(self.experts_per_rank, ids.device), right=True)
+        known = (ids >= 0) & (ids < self.num_experts)
+        return torch.where(known, ids + rank.to(ids.dtype), -1)
 
     def from_slots(self, slots: Tensor) -> Tensor:
         """Inverse of :meth:`to_slots`; a shared slot and -1 both become -1."""
@@ -82,7 +114,7 @@ class SlotMap:
     def _check(ids: Tensor, limit: int, what: str) -> None:
         if ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{what} must be int32 or int64, found {ids.dtype}")
-        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= limit):
+        if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= limit):
             raise ValueError(f"{what} must lie in -1 .. {limit - 1}, found {int(ids.min())} .. {int(ids.max())}")
 
 
@@ -138,13 +170,36 @@ def append_shared_slot(
     )
 
 
-def to_physical(logical_ids: Tensor, physical: Tensor, *, replicas: Tensor | None = None) -> Tensor:
+def check_replicas(physical: Tensor) -> None:
+    """Every logical expert has a replica, and no physical expert is two of them.
+
+    Args:
+        physical: ``[n, max_replicas]``, -1 where an expert has fewer.
+
+    Raises:
+        ValueError: naming the expert.
+    """
+    held = physical >= 0
+    if physical.dim() != 2 or not bool(held.any(dim=1).all()):
+        missing = held.any(dim=-1).logical_not().nonzero().flatten().tolist()
+        raise ValueError(f"physical must be [n, replicas] with a replica of every expert; without one: {missing}")
+    used, times = physical[held].unique(return_counts=True)
+    if bool((times > 1).any()):
+        raise ValueError(f"physical experts {used[times > 1].tolist()} stand for more than one logical expert")
+    if bool((held[:, 1:] & ~held[:, :-1]).any()):
+        raise ValueError("physical: an expert's replicas come first in its row, then -1")
+
+
+def to_physical(
+    logical_ids: Tensor, physical: Tensor, *, replicas: Tensor | None = None, checked: bool = False
+) -> Tensor:
     """Logical to physical experts under redundant placement (EPLB), before any slot map.
 
     Args:
         logical_ids: ``[M, K]``, -1 for none.
         physical: ``[n, max_replicas]`` physical ids of each logical expert, -1 where it has fewer replicas.
         replicas: ``[n]`` replicas of each; counted from ``physical`` if None.
+        checked: :func:`check_replicas` passed: skip the look at the result, for which a GPU would have to be waited.
 
     Returns:
         Physical ids ``[M, K]``; replicas are taken in turn by token row, so that the choice is deterministic.
@@ -157,12 +212,14 @@ def to_physical(logical_ids: Tensor, physical: Tensor, *, replicas: Tensor | Non
     row = torch.arange(logical_ids.shape[0], device=logical_ids.device)[:, None]
     chosen = physical[safe, row % counts[safe].clamp_min(1)].to(logical_ids.dtype)
     lost = (logical_ids >= 0) & (chosen < 0)
-    if bool(lost.any()):
+    if not checked and bool(lost.any()):
         raise ValueError(f"logical expert {int(logical_ids[lost][0])} is routed to but has no physical replica")
     return torch.where(logical_ids < 0, logical_ids, chosen)
 
 
 def expert_load(logical_ids: Tensor, num_experts: int) -> Tensor:
     """Routes per logical routed expert, ``[num_experts]`` int64; -1 and shared slots never count."""
-    valid = logical_ids[(logical_ids >= 0) & (logical_ids < num_experts)]
-    return torch.bincount(valid.flatten().to(torch.int64), minlength=num_experts)
+    flat = logical_ids.flatten().to(torch.int64)
+    known = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)  # no shape depends on the ids
+    return counts.scatter_add_(0, known, torch.ones_like(known))[:num_experts]

@@ -1,7 +1,7 @@
 """The torch backend: every format, any device, weights left as stored.
 
 Routes are sorted by expert; each expert that has tokens is upcast, used and dropped, so that at most one is alive in
-wide numbers at a time. The shared expert is one more entry of the same loop. Expert counts are read on the host, so this
+wide numbers at a time. The shared expert is one more entry of the same loop. Counts are read on the host, so this
 backend does not go into a CUDA graph.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foldmoe.backends.base import Backend, Call, PackedLayer
-from foldmoe.backends.torch.linear import grouped_linear, upcast
+from foldmoe.backends.torch.linear import Groups, grouped_linear
 from foldmoe.formats import Format, QuantizedTensor, fp8
 from foldmoe.moe import Activation, ExpertWeights, LayerSpec
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from foldmoe.planner.devices import Device
 
 Keep = Literal["packed", "bf16"]
-
-_COLUMNS_FROM = 8
-"""Rows an expert from which tokens go as columns (bf16, H 1024, one CPU core: 0.13 ms instead of 0.19 for 8 rows)."""
 
 
 class TorchBackend(Backend):
@@ -82,12 +79,12 @@ class TorchLayer(PackedLayer):
         valid = _valid(call)
         x = self._operand(call.x[:valid])
         ids, weights = call.topk_ids[:valid], call.topk_weights[:valid]
-        y = torch.zeros(call.x.shape, dtype=torch.float32, device=call.x.device)
-        y[:valid] = self._routed(x, ids, weights, call.routed_scale)
+        y = self._routed(x, ids, weights, call.routed_scale)
         if self.shared is not None:
             shared_input = x if folded else self._operand(call.x[:valid])
             self._add_shared(y, shared_input, call, valid)
-        return y.to(call.x.dtype)
+        y = y.to(call.x.dtype)
+        return y if valid == len(call.x) else torch.cat((y, y.new_zeros(len(call.x) - valid, y.shape[1])))
 
     def forward_shared(self, call: Call) -> Tensor:
         y = torch.zeros(call.x.shape, dtype=torch.float32, device=call.x.device)
@@ -128,16 +125,21 @@ class TorchLayer(PackedLayer):
             return x.new_zeros(tokens, hidden, dtype=torch.float32)
         flat = ids.flatten()
         valid = (flat >= 0) & (flat < experts)
-        flat = torch.where(valid, flat, experts)
+        whole = bool(valid.all())
+        flat = flat if whole else torch.where(valid, flat, experts)
         by_expert = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=experts + 1)[:experts].tolist()
+        groups = Groups(torch.bincount(flat, minlength=experts + 1)[:experts])
+        used = tokens * k if whole else int(groups.ends[-1])
         dtype = self._compute_dtype(x, self.routed)
-        token_of = (by_expert // k)[: sum(counts)]
-        results = self._experts(x.to(dtype).index_select(0, token_of), counts, self.routed, self.activation)
-        outputs = torch.zeros(tokens * k, hidden, dtype=torch.float32, device=x.device)
-        outputs[by_expert[: len(token_of)]] = results.to(torch.float32)
-        scaled = torch.where(valid.view(tokens, k), weights * routed_scale, 0.0)
-        return torch.bmm(scaled[:, None], outputs.view(tokens, k, hidden))[:, 0]
+        rows = x.to(dtype).index_select(0, by_expert[:used] // k)
+        results = self._experts(rows, groups, self.routed, self.activation)
+        if not whole:
+            results = torch.cat((results, results.new_zeros(tokens * k - used, hidden)))
+            weights = torch.where(valid.view(tokens, k), weights, 0.0)
+        place = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(tokens * k, device=x.device))
+        outputs = results.index_select(0, place).view(tokens, k, hidden).to(torch.float32)
+        weights = weights if routed_scale == 1.0 else weights * routed_scale
+        return torch.bmm(weights[:, None], outputs)[:, 0]
 
     def _add_shared(self, y: Tensor, x: Tensor, call: Call, valid: int) -> None:
         assert self.shared is not None
@@ -145,33 +147,18 @@ class TorchLayer(PackedLayer):
         if start >= end:
             return
         dtype = self._compute_dtype(x, self.shared)
-        rows = x[start:end].to(dtype)
-        out = self._experts(rows, [end - start], self.shared, self.shared_activation).to(torch.float32)
-        if call.shared_weights is not None:
-            out = out * call.shared_weights[start:end, None]
-        y[start:end] += out
+        out = self._experts(x[start:end].to(dtype), Groups.one(end - start), self.shared, self.shared_activation)
+        if call.shared_weights is None:
+            y[start:end] += out
+        else:
+            y[start:end] += out * call.shared_weights[start:end, None]
 
-    def _experts(self, x: Tensor, counts: list[int], weights: ExpertWeights, activation: Activation) -> Tensor:
+    def _experts(self, x: Tensor, groups: Groups, weights: ExpertWeights, activation: Activation) -> Tensor:
         """Rows sorted by expert ``[T, H]`` through their experts, ``[T, H]`` in the same dtype."""
         # The activation is computed wide: every bf16 rounding left out here is error saved (five of them reach 4e-3).
-        if x.dtype != torch.float32 and len(x) >= _COLUMNS_FROM * sum(count > 0 for count in counts):
-            return self._columns(x, counts, weights, activation)
-        gate, up = grouped_linear(x, counts, weights.gate_up).to(torch.float32).chunk(2, dim=-1)
-        hidden = self._operand(activation(gate, up)).to(x.dtype)
-        return grouped_linear(hidden, counts, weights.down)
-
-    def _columns(self, x: Tensor, counts: list[int], weights: ExpertWeights, activation: Activation) -> Tensor:
-        """:meth:`_experts` with tokens as columns: W @ x.T leaves the weights, the larger operand, as they lie."""
-        out = torch.empty(len(x), weights.hidden, dtype=x.dtype, device=x.device)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                rows = slice(start, start + count)
-                projected = torch.mm(upcast(weights.gate_up[expert], x.dtype), x[rows].t()).to(torch.float32)
-                hidden = self._operand(activation(*projected.chunk(2)).t()).t().to(x.dtype)
-                out[rows] = torch.mm(upcast(weights.down[expert], x.dtype), hidden).t()
-                start += count
-        return out
+        gate, up = grouped_linear(x, groups, weights.gate_up).chunk(2, dim=-1)
+        hidden = self._operand(activation(gate.to(torch.float32), up)).to(x.dtype)
+        return grouped_linear(hidden, groups, weights.down)
 
 
 def _valid(call: Call) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -39,23 +39,56 @@ def upcast(tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     return grid.mul_(scales[:, None, :, None]).view(rows, columns)
 
 
-def grouped_linear(x: Tensor, counts: list[int], weights: QuantizedTensor) -> Tensor:
+_COLUMNS_FROM = 64
+
+
+class Groups:
+    """How many rows each expert has, of rows sorted by expert.
+
+    Args:
+        counts: ``[E]`` int64.
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+
+    @classmethod
+    def one(cls, rows: int) -> Groups:
+        """A single expert with all the rows."""
+        return cls(torch.tensor([rows]))
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """``[E]`` int32, where each expert's rows end."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The counts, on the host."""
+        sizes: list[int] = self.counts.tolist()
+        return sizes
+
+
+def grouped_linear(x: Tensor, groups: Groups, weights: QuantizedTensor) -> Tensor:
     """``x[rows of e] @ weights[e].T`` for every expert e.
 
     Args:
         x: ``[T, K]``, rows sorted by expert.
-        counts: rows of each expert; they sum to T.
+        groups: rows of each expert; they sum to T.
         weights: ``[E, N, K]`` as stored.
 
     Returns:
         ``[T, N]`` in x's dtype.
     """
-    if weights.values.dtype == x.dtype == torch.bfloat16 and len(counts) > 1:
-        ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)
-        return torch.nn.functional.grouped_mm(x, weights.values.transpose(-2, -1), offs=ends)
+    if len(groups.counts) == 1:
+        matrix = upcast(weights[0], x.dtype)
+        # Tokens as columns leave the weights, the larger operand, as they lie: 0.57 ms instead of 0.74 for 256 rows.
+        return torch.mm(matrix, x.t()).t() if len(x) >= _COLUMNS_FROM else torch.mm(x, matrix.t())
+    if weights.values.dtype == x.dtype == torch.bfloat16:
+        return torch.nn.functional.grouped_mm(x, weights.values.transpose(-2, -1), offs=groups.ends)
     out = torch.empty(len(x), weights.shape[-2], dtype=x.dtype, device=x.device)
     start = 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(groups.sizes):
         if count:
             rows = slice(start, start + count)
             torch.mm(x[rows], upcast(weights[expert], x.dtype).t(), out=out[rows])

@@ -1,0 +1,173 @@
+"""What one layer costs under expert parallelism: bytes over each rank's link, seconds of each phase.
+
+Routing is taken as uniform, K distinct experts a token, and M tokens on every rank. Phases follow each other; nothing
+is overlapped. Links count bytes alone: no launch, no latency, no protocol, so that small batches look better than they
+are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import comb
+from typing import TYPE_CHECKING, Any
+
+from foldmoe.moe.spec import Placement
+from foldmoe.parallel.kernel_times import EFFICIENCY, Floor, Measured
+from foldmoe.parallel.links import Link, find_link
+from foldmoe.parallel.scheme import DISPATCHES, Dispatch, Scheme
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foldmoe.planner import CheckpointPlan, LayerPlan
+
+_X_AND_Y = 4
+"""Bytes a column that the local layer reads and writes: bf16 both ways."""
+
+
+@dataclass(frozen=True)
+class Phases:
+    """One layer, one strategy, M tokens on every rank.
+
+    Args:
+        layer: its name.
+        tokens: M.
+        strategy: of the exchange.
+        dispatch_bytes, combine_bytes: in the busier direction of rank 0's link, on average; it holds the most experts.
+        dispatch, local, combine: seconds.
+        measured: whether ``local`` comes from a table.
+    """
+
+    layer: str
+    tokens: int
+    strategy: Dispatch
+    dispatch_bytes: int
+    combine_bytes: int
+    dispatch: float
+    local: float
+    combine: float
+    measured: bool
+
+    @property
+    def total(self) -> float:
+        return self.dispatch + self.local + self.combine
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All layers of a checkpoint, and what the figures rest on.
+
+    Args:
+        rows: layer by layer, then by tokens and strategy.
+        buffers: bytes of a rank's exchange buffers by strategy, at the largest batch, for the layer that needs most.
+        link, floor: rates.
+        efficiency: by which the floor is divided where nothing was measured.
+        skipped: layers without an estimate, and why.
+    """
+
+    ranks: int
+    rows: tuple[Phases, ...]
+    buffers: dict[Dispatch, int]
+    link: Link
+    floor: Floor | None
+    efficiency: float
+    skipped: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        found = asdict(self)
+        for row, phases in zip(found["rows"], self.rows, strict=True):
+            row["total"] = phases.total
+        return found
+
+
+def estimate(
+    plan: CheckpointPlan,
+    tokens: Sequence[int],
+    *,
+    link: str = "nvlink",
+    efficiency: float = EFFICIENCY,
+    measured: Measured | None = None,
+) -> Estimate:
+    """Expected times of every layer that is planned here.
+
+    Args:
+        plan: made for ``ep_size`` ranks.
+        tokens: tokens on every rank.
+        link: see :func:`foldmoe.parallel.links.find_link`.
+        efficiency: of the local layer against its floor, where ``measured`` has no time.
+        measured: times of one rank's layer.
+
+    Raises:
+        ValueError: no tokens, an efficiency outside 0 .. 1, tensor parallelism, a link or device without figures, or a
+            table of another layer.
+    """
+    if not tokens or min(tokens) < 1:
+        raise ValueError(f"tokens must be numbers from 1 up, found {list(tokens)}")
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency must lie between 0 and 1, found {efficiency}")
+    if plan.placement.tp_size > 1:
+        raise ValueError("an estimate covers expert parallelism alone; leave --tp at 1")
+    way, rows, skipped, floor = find_link(link, plan.device), [], [], None
+    buffers: dict[Dispatch, int] = {}
+    for layer in plan.layers:
+        if layer.spec.top_k < 0 or layer.backend == "stock":
+            skipped.append(f"{layer.layer}: {'top-k is not known' if layer.spec.top_k < 0 else 'the engine keeps it'}")
+            continue
+        if measured:
+            measured.check(layer.spec.local(plan.placement))
+        floor = Floor.of(plan.device, fp8=layer.activations != "bf16")
+        schemes = [Scheme.of(layer, max(tokens), dispatch=strategy) for strategy in DISPATCHES]
+        for scheme in schemes:
+            buffers[scheme.dispatch] = max(buffers.get(scheme.dispatch, 0), sum(scheme.buffers().values()))
+        rows += [_phases(layer, s, count, way, floor, efficiency, measured) for count in tokens for s in schemes]
+    skipped += [f"{row.layer}: the engine keeps it" for row in plan.stock]
+    return Estimate(plan.placement.ep_size, tuple(rows), buffers, way, floor, efficiency, tuple(skipped))
+
+
+def _phases(
+    plan: LayerPlan,
+    scheme: Scheme,
+    tokens: int,
+    link: Link,
+    floor: Floor,
+    efficiency: float,
+    measured: Measured | None,
+) -> Phases:
+    copies = scheme.ranks - 1.0 if scheme.dispatch == "all_gather" else remote_rows(scheme)
+    going, back = (round(tokens * copies * nbytes) for nbytes in (scheme.wire.row_bytes, scheme.result_bytes))
+    known = measured.at(tokens) if measured else None
+    local = floor.seconds(*local_work(plan, tokens)) / efficiency if known is None else known
+    return Phases(
+        plan.layer, tokens, scheme.dispatch, going, back, going / link.bandwidth, local, back / link.bandwidth,
+        known is not None,
+    )  # fmt: skip
+
+
+def remote_rows(scheme: Scheme) -> float:
+    """Rows that rank 0 gets from other ranks, and results it returns to them, for each of its own tokens, on average.
+
+    It sends as many where ranks hold equally many experts, and fewer where it holds one more.
+    """
+    return (scheme.ranks - 1) * _reaches(sum(scheme.experts_per_rank), scheme.experts_per_rank[0], scheme.top_k)
+
+
+def _reaches(experts: int, held: int, top_k: int) -> float:
+    """Chance that one of a token's experts is among the ``held`` ones."""
+    return 1 - comb(experts - held, top_k) / comb(experts, top_k)
+
+
+def local_work(plan: LayerPlan, tokens: int) -> tuple[float, float]:
+    """Bytes and operations of rank 0's launch, with ``tokens`` on every rank, on average."""
+    s, place = plan.spec, plan.placement
+    held = len(Placement(place.ep_size, 0).experts(s.routed.count))
+    share = s.top_k / s.routed.count  # of tokens, to one expert
+    everywhere = tokens * place.ep_size
+    touched = held * (1 - (1 - share) ** everywhere)
+    arriving = tokens + (everywhere - tokens) * _reaches(s.routed.count, held, s.top_k)
+    nbytes = touched * s.routed.nbytes(s.hidden) + arriving * _X_AND_Y * s.hidden
+    columns = everywhere * held * share * s.routed.width
+    if s.shared is not None:
+        nbytes += (s.routed if plan.strategy == "slot" else s.shared).nbytes(s.hidden)
+        columns += tokens * s.shared.width
+    return nbytes, 6.0 * s.hidden * columns

@@ -1,0 +1,121 @@
+"""How long the local layer takes: from a table that was measured, or from what the device can do at best.
+
+The floor of a layer is the longer of its bytes at the device's read bandwidth and its operations at the device's rate
+for large products. Kernels do not reach it; a stated efficiency divides it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foldmoe.planner.devices import KNOWN
+
+if TYPE_CHECKING:
+    from foldmoe.moe.spec import LayerSpec
+    from foldmoe.planner.devices import Device
+
+EFFICIENCY = 0.62
+"""Floor divided by time: the median of the best kernels measured on an H200 for one EP rank of V4-Flash, V4.1 and
+V4-Pro at 1 to 8192 tokens (it ranges from 0.36 to 0.84)."""
+
+_RATES = {
+    "a100": (312e12, 312e12, "A100 datasheet, dense bf16; it has no FP8"),
+    "h100": (989e12, 1979e12, "H100 SXM datasheet, dense"),
+    "h200": (776e12, 1427e12, "measured, 8192^3"),
+    "b200": (2250e12, 4500e12, "B200 datasheet, dense"),
+    "mi300x": (1307e12, 2615e12, "MI300X datasheet, dense"),
+    "mi355x": (2500e12, 5000e12, "MI355X datasheet, dense"),
+}
+"""Operations a second in bf16 and in FP8, and whose figures they are."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a device can do at best.
+
+    Args:
+        read_bandwidth: bytes a second.
+        operations: a second, in the layer's precision.
+        source: whose figures these are.
+    """
+
+    read_bandwidth: float
+    operations: float
+    source: str
+
+    @classmethod
+    def of(cls, device: Device, *, fp8: bool) -> Floor:
+        """The floor of a known device.
+
+        Raises:
+            ValueError: a CPU, or a device without figures.
+        """
+        key = next((key for key in _RATES if key.upper() in device.name.upper()), None)
+        if key is None:
+            raise ValueError(
+                f"no figures for {device.name}: an estimate needs a device that is known ({', '.join(_RATES)})"
+            )
+        bf16, narrow, source = _RATES[key]
+        return cls(KNOWN[key].memory_bandwidth, narrow if fp8 else bf16, source)
+
+    def seconds(self, nbytes: float, operations: float) -> float:
+        return max(nbytes / self.read_bandwidth, operations / self.operations)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of one rank's folded layer, as ``foldmoe bench layer --out`` writes them.
+
+    Args:
+        spec: the layer that was timed, in the benchmark's words.
+        tokens, seconds: in rising order of tokens.
+    """
+
+    spec: str
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def read(cls, path: Path | str) -> Measured:
+        """The folded arm of a benchmark's result.
+
+        Raises:
+            ValueError: a file that is none, or holds no folded arm.
+        """
+        try:
+            found: dict[str, Any] = json.loads(Path(path).read_text())
+            rows = {int(r["tokens"]): float(r["seconds"]) for r in found["rows"] if r["arm"].split()[-1] == "folded"}
+            spec = str(found["spec"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ValueError(f"{path} is no result of 'foldmoe bench layer --out': {error}") from error
+        if not rows:
+            raise ValueError(f"{path} holds no folded arm")
+        tokens = tuple(sorted(rows))
+        return cls(spec, tokens, tuple(rows[count] for count in tokens))
+
+    def check(self, local: LayerSpec) -> None:
+        """The table is of this layer, one rank's part.
+
+        Raises:
+            ValueError: naming both.
+        """
+        wanted = f"H {local.hidden}, routed {local.routed}, shared {local.shared}, top-{local.top_k}"
+        if wanted != self.spec:
+            raise ValueError(f"measured: {self.spec}; one rank of {local.name} is: {wanted}")
+
+    def at(self, tokens: int) -> float | None:
+        """Seconds, interpolated on logarithms; None outside the table: nothing is extrapolated."""
+        if not self.tokens[0] <= tokens <= self.tokens[-1]:
+            return None
+        right = bisect_left(self.tokens, tokens)
+        if self.tokens[right] == tokens:
+            return self.seconds[right]
+        a, b = self.tokens[right - 1 : right + 1]
+        share = log(tokens / a) / log(b / a)
+        low, high = (log(value) for value in self.seconds[right - 1 : right + 1])
+        return exp(low + share * (high - low))

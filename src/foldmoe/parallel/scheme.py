@@ -1,0 +1,167 @@
+"""What all ranks of one layer agree on before any token travels, and the buffers that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from foldmoe.moe.slots import SlotMap
+from foldmoe.moe.spec import Placement
+from foldmoe.parallel.wire import Wire
+
+if TYPE_CHECKING:
+    from foldmoe.moe.spec import ActivationPrecision
+    from foldmoe.planner import LayerPlan
+
+Dispatch = Literal["all_gather", "all_to_all"]
+Order = Literal["rank", "route"]
+
+DISPATCHES: tuple[Dispatch, ...] = ("all_gather", "all_to_all")
+ORDERS: tuple[Order, ...] = ("rank", "route")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one layer's tokens travel; equal on every rank.
+
+    Args:
+        experts_per_rank: physical routed experts of each rank.
+        hidden, top_k: H and K.
+        slot: the shared expert is one more local expert (strategy "slot"); else the local layer folds it natively.
+        shared: there is a shared expert.
+        activations: the layer's precision; fp8 activations travel as E4M3.
+        dtype: of x and y.
+        result_dtype: of results on their way back.
+        dispatch: "all_gather" gives every rank all tokens; "all_to_all" sends a token to the ranks that its experts
+            are on, once each.
+        order: how results add up, in float32. "rank": each rank returns one sum a token, weights applied there, added
+            in the order of ranks. "route": each route returns alone, its weight is applied by the token's own rank in
+            the order of k, the shared part last: the same bits for any number of ranks where the backend is
+            deterministic.
+        capacity: tokens that one rank may bring to one exchange.
+
+    Raises:
+        ValueError: an unknown choice, or "route" with "all_gather", which would return top-k results to every token
+            from every rank.
+    """
+
+    experts_per_rank: tuple[int, ...]
+    hidden: int
+    top_k: int
+    slot: bool
+    shared: bool
+    activations: ActivationPrecision
+    dtype: torch.dtype
+    result_dtype: torch.dtype
+    dispatch: Dispatch
+    order: Order
+    capacity: int
+
+    def __post_init__(self) -> None:
+        for name, found, allowed in (
+            ("strategy", self.dispatch, DISPATCHES),
+            ("order", self.order, ORDERS),
+        ):
+            if found not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; found {found!r}")
+        if self.order == "route" and self.dispatch == "all_gather":
+            raise ValueError("order 'route' needs strategy 'all_to_all': an all-gather has one result a token and rank")
+        if self.capacity < 1:
+            raise ValueError(f"max_tokens_per_rank must be at least 1, found {self.capacity}")
+        if self.top_k < 0:
+            raise ValueError("the layer does not say how many experts a token chooses; give FoldedMoE its top_k")
+
+    @classmethod
+    def of(
+        cls,
+        plan: LayerPlan,
+        capacity: int,
+        *,
+        dispatch: Dispatch = "all_gather",
+        order: Order = "rank",
+        dtype: torch.dtype = torch.bfloat16,
+        result_dtype: torch.dtype | None = None,
+    ) -> Scheme:
+        """The scheme of a planned layer.
+
+        Raises:
+            ValueError: see the class.
+        """
+        spec, place = plan.spec, plan.placement
+        held = tuple(len(Placement(place.ep_size, rank).experts(spec.routed.count)) for rank in range(place.ep_size))
+        shared = spec.shared is not None
+        slot = plan.strategy == "slot" and shared
+        return cls(
+            held, spec.hidden, spec.top_k, slot, shared, plan.activations, dtype, result_dtype or dtype, dispatch,
+            order, capacity,
+        )  # fmt: skip
+
+    @property
+    def ranks(self) -> int:
+        return len(self.experts_per_rank)
+
+    @property
+    def slots(self) -> SlotMap:
+        return SlotMap(self.experts_per_rank)
+
+    @property
+    def ids_per_rank(self) -> tuple[int, ...]:
+        """Ids that each rank owns as they travel: physical experts, or slots."""
+        return self.slots.slots_per_rank if self.slot else self.experts_per_rank
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(self.hidden, self.top_k, self.activations, self.dtype)
+
+    @property
+    def local_dtype(self) -> torch.dtype:
+        """Of x as the local layer gets it. fp16 has too few exponents for E4M3 times its scale."""
+        narrow = torch.float16 in (self.dtype, self.result_dtype)
+        return torch.float32 if narrow and self.wire.group else self.result_dtype
+
+    @property
+    def local_top_k(self) -> int:
+        """Routes a token of the local launch: K, and the shared slot's."""
+        return self.top_k + self.slot
+
+    @property
+    def result_bytes(self) -> int:
+        """Of one result on its way back."""
+        return self.hidden * self.result_dtype.itemsize
+
+    def buffers(self) -> dict[str, int]:
+        """Bytes of every buffer of one exchange at capacity and under the worst routing: all tokens to this rank.
+
+        Nothing larger is ever allocated, since more tokens than ``capacity`` never start an exchange.
+        """
+        tokens, others = self.capacity, self.ranks - 1
+        gathers, row, result = self.dispatch == "all_gather", self.wire.row_bytes, self.result_bytes
+        copies = min(self.top_k, others)  # of a token, to other ranks
+        sent = tokens if gathers else tokens * (1 + copies)  # its own row stays, but is packed all the same
+        held = tokens * self.ranks
+        returns = copies if self.order == "rank" else self.top_k
+        routes = held * self.local_top_k
+        rows = held
+        if self.order == "route":  # a row a route; only a rank's own tokens have a shared one
+            rows = routes = held * self.top_k + tokens * self.shared
+        return {
+            "rows sent": sent * row,
+            "rows received": held * row if gathers else others * tokens * row,
+            "local x": rows * self.hidden * self.local_dtype.itemsize,
+            "local routes": routes * 8,  # int32 and float32
+            "local results": rows * result,
+            "results received": held * result if gathers else tokens * returns * result,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """For the comparison over ranks, beside the plan's own decision."""
+        return {
+            "experts_per_rank": list(self.experts_per_rank),
+            "dtype": str(self.dtype),
+            "result_dtype": str(self.result_dtype),
+            "dispatch": self.dispatch,
+            "order": self.order,
+            "max_tokens_per_rank": self.capacity,
+        }

@@ -1,0 +1,70 @@
+"""Expected times under expert parallelism, a table for each run of identical layers, and what they rest on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from foldmoe.report.plan_table import runs
+
+if TYPE_CHECKING:
+    from foldmoe.parallel.estimate import Estimate, Phases
+    from foldmoe.planner import CheckpointPlan
+
+_HEADINGS = ("tokens", "strategy", "KB out", "KB back", "dispatch", "local", "combine", "total")
+
+
+def estimate_table(plan: CheckpointPlan, estimate: Estimate) -> RenderableType:
+    """One row a number of tokens and strategy; times in microseconds, for one layer."""
+    parts: list[RenderableType] = []
+    for run in runs(plan.rows):
+        rows = [row for row in estimate.rows if row.layer == run.first.layer]
+        if rows:
+            parts.append(_table(f"{run.label}: us a layer, tokens on each of {estimate.ranks} ranks", rows))
+    return Group(*parts, *(Text(line) for line in _basis(estimate)))
+
+
+def _table(title: str, rows: list[Phases]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for number, row in enumerate(rows):
+        if number and rows[number - 1].tokens != row.tokens:
+            table.add_section()
+        times = (row.dispatch, row.local, row.combine, row.total)
+        table.add_row(
+            f"{row.tokens:,}",
+            row.strategy,
+            f"{row.dispatch_bytes / 1e3:,.0f}",
+            f"{row.combine_bytes / 1e3:,.0f}",
+            *(f"{seconds * 1e6:,.1f}" for seconds in times),
+        )
+    return table
+
+
+def _basis(estimate: Estimate) -> list[str]:
+    link, floor = estimate.link, estimate.floor
+    lines = [
+        f"link: {link.name}, {link.bandwidth / 1e9:,.0f} GB/s a direction ({link.source}); bytes alone, no latency"
+    ]
+    measured = sum(row.measured for row in estimate.rows)
+    if measured:
+        lines.append(f"local: measured in {measured} of {len(estimate.rows)} rows")
+    if floor is not None and measured < len(estimate.rows):
+        lines.append(
+            f"local{' elsewhere' if measured else ''}: floor at {floor.read_bandwidth / 1e12:,.2f} TB/s and "
+            f"{floor.operations / 1e12:,.0f} TFLOP/s ({floor.source}), divided by an efficiency of "
+            f"{estimate.efficiency:.2f}"
+        )
+    lines.append(
+        "uniform routing, phases one after the other; KB out and back: 1000 B a layer over one rank's link, one way"
+    )
+    if estimate.buffers:
+        most = max(row.tokens for row in estimate.rows)
+        sizes = ", ".join(f"{name} {nbytes:,} B" for name, nbytes in estimate.buffers.items())
+        lines.append(f"buffers a rank at {most:,} tokens, worst routing, shared by all layers: {sizes}")
+    return lines + [f"not estimated: {line}" for line in estimate.skipped]

@@ -1,0 +1,156 @@
+"""What worker processes run. The first argument is the process group; tensors come back as numpy arrays."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from foldmoe.parallel import DistributedTransport, ExpertParallelMoE, agree, simulate
+from foldmoe.planner import FusionPolicy, plan_checkpoint
+from tests.parallel.support import TOP_K, deal, make_case, shard, virtual, weights_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foldmoe.parallel import Tokens
+
+
+def build(group: Any, fold: str, experts: int, **options: Any) -> ExpertParallelMoE:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    of_layer = {name: options.pop(name) for name in ("activations", "backend") if name in options}
+    device = DistributedTransport(group).device
+    layer = shard(weights_of(experts), size, rank, fold, device=device, **of_layer)
+    options.setdefault("max_tokens_per_rank", 16)
+    return ExpertParallelMoE(layer, group, **options)
+
+
+def call(moe: ExpertParallelMoE, tokens: Tokens) -> torch.Tensor:
+    y: torch.Tensor = moe(tokens.x, tokens.topk_ids, tokens.topk_weights)
+    return y
+
+
+def forward(
+    group: Any, fold: str, experts: int, counts: Sequence[int], seed: int = 0, late: Sequence[int] = (), **options: Any
+) -> Any:
+    """This rank's rows of the seeded case; ranks in ``late`` come 100 ms after the others, at every collective."""
+    dtype = options.get("dtype", torch.float32)
+    moe = build(group, fold, experts, **{"dtype": dtype, "count_load": True} | options)
+    rank = dist.get_rank(group)
+    if rank in late:
+        _delay(moe.transport)
+    case = make_case(sum(counts), experts, seed=seed, dtype=dtype).to(moe.transport.device)
+    y = call(moe, deal(case, counts)[rank])
+    return {"y": y.to("cpu", torch.float32).numpy(), "stats": moe.stats(), "load": moe.load().tolist()}
+
+
+def _delay(transport: Any) -> None:
+    for name in ("all_gather", "all_to_all"):
+        original = getattr(transport, name)
+
+        def slow(*arguments: Any, original: Any = original) -> Any:
+            time.sleep(0.1)
+            return original(*arguments)
+
+        setattr(transport, name, slow)
+
+
+def plan_rounds(rank: int, turn: int, most: int) -> int:
+    """Tokens of one rank in one round: its own dice, so that no rank knows the others'."""
+    dice = torch.Generator().manual_seed(1000 * turn + rank)
+    return max(0, int(torch.randint(-2, most + 1, (1,), generator=dice)))
+
+
+def many(group: Any, rounds: int, experts: int = 5) -> list[Any]:
+    """Random rounds over both strategies and both folds; this rank's outputs."""
+    rank = dist.get_rank(group)
+    kinds = [build(group, fold, experts, **options) for fold, options in KINDS]
+    return [call(kinds[turn % len(kinds)], own_tokens(rank, turn, experts)).numpy() for turn in range(rounds)]
+
+
+KINDS: tuple[tuple[str, dict[str, Any]], ...] = tuple(
+    (fold, {"dtype": torch.float32, "backend": "rows", "max_tokens_per_rank": 4, "overflow": "rounds"} | options)
+    for fold in ("native", "slot")
+    for options in (
+        {"strategy": "all_gather"},
+        {"strategy": "all_to_all"},
+        {"strategy": "all_to_all", "order": "route", "activations": "fp8"},
+    )
+)
+
+
+def own_tokens(rank: int, turn: int, experts: int) -> Tokens:
+    count = plan_rounds(rank, turn, 6)
+    return deal(make_case(count, experts, seed=1000 * turn + rank), [count])[0]
+
+
+def many_virtual(ranks: int, rounds: int, experts: int = 5) -> list[list[Any]]:
+    """The same rounds, simulated: outputs by round, then rank."""
+    group, weights = simulate(ranks), weights_of(experts)
+    kinds = [virtual(weights, group, fold, **options) for fold, options in KINDS]
+    return [
+        [
+            y.numpy()
+            for y in kinds[turn % len(kinds)].forward_ranks([own_tokens(r, turn, experts) for r in range(ranks)])
+        ]
+        for turn in range(rounds)
+    ]
+
+
+def differing_policies(group: Any, folder: str, folds: Sequence[str]) -> None:
+    """Every rank plans the same checkpoint with a policy of its own."""
+    policy = FusionPolicy(folds[dist.get_rank(group)], backend="torch")  # type: ignore[arg-type]
+    agree(plan_checkpoint(folder, policy=policy, ep_size=dist.get_world_size(group), device="cpu"), group)
+
+
+def differing_layers(group: Any, folds: Sequence[str]) -> None:
+    build(group, folds[dist.get_rank(group)], 4, dtype=torch.float32)
+
+
+def too_many(group: Any, counts: Sequence[int]) -> None:
+    """Capacity 8."""
+    forward(group, "native", 4, counts, max_tokens_per_rank=8)
+
+
+def one_rank_wrong(group: Any) -> None:
+    """Rank 1's route list carries one id too many."""
+    moe = build(group, "native", 4, dtype=torch.float32)
+    rank = dist.get_rank(group)
+    call(moe, deal(make_case(3, 4, top_k=TOP_K + rank), [3])[0])
+
+
+def dies(group: Any) -> str:
+    """The last rank leaves without a word after one good round."""
+    moe = build(group, "native", 4, dtype=torch.float32)
+    tokens = deal(make_case(3, 4), [3])[0]
+    call(moe, tokens)
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
+        os._exit(1)
+    started = time.monotonic()
+    try:
+        call(moe, tokens)
+    except RuntimeError as error:
+        return f"{type(error).__name__} after {time.monotonic() - started:.1f} s: {error}"
+    return "no error"
+
+
+def silent(group: Any, timeout: float) -> tuple[str, float]:
+    """Rank 1 of a group with a short timeout never makes the call."""
+    del group
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=timeout))
+    if dist.get_rank() > 1:
+        return "", 0.0
+    moe = build(pair, "native", 4, dtype=torch.float32)
+    if dist.get_rank() == 1:
+        time.sleep(timeout + 1)
+        return "", 0.0
+    started = time.monotonic()
+    try:
+        call(moe, deal(make_case(3, 4), [3])[0])
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "no error", 0.0

@@ -1,0 +1,79 @@
+"""On GPUs: virtual ranks on one, an exchange inside a CUDA graph, NCCL where there are two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from foldmoe.parallel import simulate
+from foldmoe.reference import reference_moe
+from tests.parallel.support import deal, make_case, virtual, weights_of
+from tests.parallel.workers import Workers
+from tests.support.cases import FP8_TOLERANCE, assert_close
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.gpu
+
+STRATEGIES: tuple[dict[str, Any], ...] = (
+    {"strategy": "all_gather"},
+    {"strategy": "all_to_all"},
+    {"strategy": "all_to_all", "order": "route"},
+)
+COUNTS = {2: [9, 1], 8: [1, 0, 2, 3, 0, 0, 4, 0]}
+
+
+def check(device: str, ranks: int, fold: str, **options: Any) -> None:
+    weights = weights_of(9)
+    case = make_case(10, 9, dtype=torch.bfloat16)
+    options = {"backend": "auto", "activations": "fp8"} | options
+    moe = virtual(weights, simulate(ranks, device), fold, **options)
+    y = torch.cat(moe.forward_ranks(deal(case.to(device), COUNTS[ranks])))
+    assert_close(y.cpu(), reference_moe(*case.args, *weights, activations="fp8"), FP8_TOLERANCE)
+
+
+@pytest.mark.parametrize("options", STRATEGIES)
+@pytest.mark.parametrize("fold", ["native", "slot"])
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_virtual_ranks_on_one_gpu(ranks: int, fold: str, options: dict[str, Any]) -> None:
+    check("cuda", ranks, fold, **options)
+
+
+@pytest.mark.parametrize("fold", ["native", "slot"])
+def test_an_exchange_in_a_cuda_graph(fold: str) -> None:
+    """All-gather with stated counts waits for nothing on the device."""
+    case = make_case(8, 9, dtype=torch.bfloat16).to("cuda")
+    moe = virtual(weights_of(9), simulate(2, "cuda"), fold, backend="auto", activations="fp8")
+    parts = deal(case, [4, 4])
+    eager = torch.cat(moe.forward_ranks(parts, tokens_across_ranks=[4, 4]))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = moe.forward_ranks(parts, tokens_across_ranks=[4, 4])
+    graph.replay()
+    assert torch.equal(torch.cat(captured), eager)
+
+
+def test_strays_are_counted() -> None:
+    for fold in ("native", "slot"):
+        moe = virtual(weights_of(4), simulate(1, "cuda"), fold, backend="auto")
+        case = make_case(2, 4, dtype=torch.bfloat16).to("cuda")
+        case.topk_ids[0, 0] = 99
+        moe(*case.args)
+        assert moe.stats()["ids_out_of_range"] == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_over_nccl(tmp_path: Path) -> None:
+    with Workers(2, tmp_path, backend="nccl") as pair:
+        for counts in ([9, 1], [4, 0]):
+            case = make_case(sum(counts), 9, dtype=torch.bfloat16)
+            truth = reference_moe(*case.args, *weights_of(9), activations="fp8")
+            for fold in ("native", "slot"):
+                for options in STRATEGIES:
+                    arguments = {"fold": fold, "experts": 9, "counts": counts, "dtype": torch.bfloat16} | options
+                    results = pair.run("forward", 2, backend="auto", activations="fp8", **arguments)
+                    y = torch.cat([torch.from_numpy(result["y"]) for result in results])
+                    assert_close(y, truth, FP8_TOLERANCE)

@@ -1,0 +1,72 @@
+"""Buffer sizes come from one function; what an exchange at capacity takes in the worst case is exactly that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foldmoe.parallel import simulate
+from tests.parallel.support import TOP_K, deal, make_case, virtual, weights_of
+
+STRATEGIES: tuple[dict[str, Any], ...] = (
+    {"strategy": "all_gather"},
+    {"strategy": "all_to_all"},
+    {"strategy": "all_to_all", "order": "route"},
+)
+
+
+@pytest.mark.parametrize("options", STRATEGIES)
+@pytest.mark.parametrize("fold", ["native", "slot"])
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_worst_routing_takes_the_stated_bytes(
+    ranks: int, activations: str, fold: str, options: dict[str, Any]
+) -> None:
+    capacity, group = 5, simulate(ranks)
+    moe = virtual(weights_of(4 * ranks), group, fold, max_tokens_per_rank=capacity, activations=activations, **options)
+    scheme, seen = moe.scheme, []
+    for victim in range(ranks):
+        case = make_case(capacity * ranks, 4 * ranks, dtype=torch.bfloat16)
+        case.topk_ids.copy_(4 * victim + torch.arange(TOP_K))
+        parts = [moe._route(rank, tokens, 1.0) for rank, tokens in enumerate(deal(case, [capacity] * ranks))]
+        call = moe.dispatch(parts, capacity)[victim].call
+        seen.append((call.x.nbytes, call.topk_ids.numel() * 8))
+    sizes = moe.buffer_bytes()
+    assert {x for x, _ in seen} == {sizes["local x"]}
+    assert {routes for _, routes in seen} == {sizes["local routes"]}
+    assert sizes["rows received"] == (ranks - (options["strategy"] == "all_to_all")) * capacity * scheme.wire.row_bytes
+
+
+@pytest.mark.parametrize("options", STRATEGIES[:2])
+def test_a_slot_adds_a_route_a_token_and_no_byte_on_the_wire(options: dict[str, Any]) -> None:
+    native, slot = (
+        virtual(weights_of(4), simulate(2), fold, max_tokens_per_rank=8, **options) for fold in ("native", "slot")
+    )
+    assert (native.scheme.local_top_k, slot.scheme.local_top_k) == (TOP_K, TOP_K + 1)
+    a, b = native.buffer_bytes(), slot.buffer_bytes()
+    assert b["local routes"] * TOP_K == a["local routes"] * (TOP_K + 1)
+    assert {name: a[name] for name in a if name != "local routes"} == {n: b[n] for n in b if n != "local routes"}
+
+
+@pytest.mark.parametrize("options", STRATEGIES)
+def test_the_shared_route_causes_no_traffic(options: dict[str, Any]) -> None:
+    moved = []
+    for fold in ("native", "slot"):
+        group = simulate(2)
+        moe = virtual(weights_of(4), group, fold, **options)
+        moe.forward_ranks(deal(make_case(9, 4, dtype=torch.bfloat16), [6, 3]))
+        moved.append(group.moved)
+    assert torch.equal(*moved)
+
+
+def test_a_token_goes_once_to_a_rank_that_holds_several_of_its_experts() -> None:
+    group = simulate(2)
+    moe = virtual(weights_of(6), group, strategy="all_to_all", activations="fp8")
+    case = make_case(4, 6, dtype=torch.bfloat16)
+    case.topk_ids.copy_(torch.tensor([3, 4, 5]))  # all on rank 1
+    moe.forward_ranks(deal(case, [4, 0]))
+    counts = 8 + 16  # tokens of each rank, then rows for each rank
+    assert int(group.moved[0, 1]) == counts + 4 * moe.scheme.wire.row_bytes
+    assert int(group.moved[1, 0]) == counts + 4 * moe.scheme.result_bytes
