@@ -175,3 +175,27 @@ def test_a_slot_is_refused_where_floats_differ() -> None:
     layer = FoldedMoE(routed, wide, policy=FusionPolicy("slot"))
     assert layer.plan.strategy == "serial"
     assert any("stored differently" in reason for reason in layer.plan.reasons)
+
+
+def test_weights_that_no_header_tells_of_go_to_the_next_backend(weights: tuple[ExpertWeights, ExpertWeights]) -> None:
+    from foldmoe.backends import Unsupported
+    from foldmoe.backends.torch.backend import TorchBackend
+    from foldmoe.planner import capability
+
+    class Picky(TorchBackend):
+        name = "picky"
+
+        def pack(self, *_: object, **__: object) -> object:  # type: ignore[override]
+            raise Unsupported("3 rows span 12 binades, at most 11 are exact")
+
+    before = dict(capability._REGISTRY)
+    capability._REGISTRY.clear()
+    capability._REGISTRY.update({"picky": Picky(), **before})
+    try:
+        layer = FoldedMoE(*weights)
+    finally:
+        capability._REGISTRY.clear()
+        capability._REGISTRY.update(before)
+    assert layer.plan.backend == "torch"
+    assert "picky: 3 rows span 12 binades, at most 11 are exact" in layer.plan.reasons
+    assert call(layer).shape == (5, H)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foldmoe.backends import Call, get
+from foldmoe.backends import Call, Unsupported, get
 from foldmoe.checkpoint.writer import layer_tensors
 from foldmoe.moe import Activation, ExpertSpec, ExpertWeights, LayerSpec, Placement
 from foldmoe.moe.merge import append_expert, slot_weights
 from foldmoe.planner import FusionPolicy, LayerPlan, plan_layer
+from foldmoe.planner.decide import without_backend
 from foldmoe.runtime import op
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class FoldedMoE(torch.nn.Module):
     """One MoE layer whose shared expert runs with the routed experts.
 
-    For inference: no gradient passes through it. The packed weights are no parameters: they stay on the device they came
-    on, and ``.to()`` does not move them.
+    For inference: no gradient passes through it. The packed weights are no parameters: they stay on the device they
+    came on, and ``.to()`` does not move them.
 
     Args:
         routed: this rank's routed experts.
@@ -76,14 +77,7 @@ class FoldedMoE(torch.nn.Module):
         if plan.strategy == "slot" and shared is not None:
             extra = slot_weights(shared, requantize=plan.requantize, padded_width=plan.padded_width)
             routed, shared = append_expert(routed, extra), None
-        self.packed: PackedLayer = get(plan.backend).pack(
-            routed,
-            shared,
-            activation=activation,
-            shared_activation=shared_activation,
-            activations=plan.activations,
-            consume=consume,
-        )
+        self.packed: PackedLayer = self._pack(routed, shared, activation, shared_activation, consume)
         self.stored_as: MoELayer | None = None
         """Names in the checkpoint that the layer was loaded from."""
         self._side_stream: torch.cuda.Stream | None = None
@@ -101,6 +95,28 @@ class FoldedMoE(torch.nn.Module):
             )
         if shared.device != routed.device:
             raise ValueError(f"{name}: routed experts are on {routed.device}, the shared expert on {shared.device}")
+
+    def _pack(
+        self,
+        routed: ExpertWeights,
+        shared: ExpertWeights | None,
+        activation: Activation,
+        shared_activation: Activation,
+        consume: bool,
+    ) -> PackedLayer:
+        """Pack for the planned backend, or for the next one where the weights hold what no header tells."""
+        while True:
+            try:
+                return get(self.plan.backend).pack(
+                    routed,
+                    shared,
+                    activation=activation,
+                    shared_activation=shared_activation,
+                    activations=self.plan.activations,
+                    consume=consume,
+                )
+            except Unsupported as error:
+                self.plan = without_backend(self.plan, str(error), routed.device)
 
     def forward(
         self,

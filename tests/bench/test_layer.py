@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 from foldmoe import Format
 from foldmoe.bench import layer, shapes, timing
 from foldmoe.cli.main import app
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture

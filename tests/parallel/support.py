@@ -20,6 +20,7 @@ from tests.support.layers import fold_layer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from foldmoe.backends.torch.linear import Groups
     from foldmoe.layer import FoldedMoE
 
 HIDDEN, WIDTH, SHARED_WIDTH, TOP_K = 160, 64, 64, 3
@@ -29,9 +30,9 @@ HIDDEN, WIDTH, SHARED_WIDTH, TOP_K = 160, 64, 64, 3
 class RowLayer(TorchLayer):
     """Every product has one row, so that a token's bits do not depend on how many came with it."""
 
-    def _experts(self, x: Tensor, counts: list[int], weights: ExpertWeights, activation: Activation) -> Tensor:
+    def _experts(self, x: Tensor, groups: Groups, weights: ExpertWeights, activation: Activation) -> Tensor:
         out, start = torch.empty(len(x), weights.hidden, dtype=x.dtype), 0
-        for expert, count in enumerate(counts):
+        for expert, count in enumerate(groups.sizes):
             for row in range(start, start + count):
                 gate_up, down = (upcast(part[expert], x.dtype) for part in (weights.gate_up, weights.down))
                 gate, up = torch.mm(x[row : row + 1], gate_up.t()).to(torch.float32).chunk(2, dim=-1)

@@ -173,6 +173,31 @@ def _choose(
     return None, tuple(reasons)
 
 
+def without_backend(plan: LayerPlan, reason: str, device: Device | torch.device | str | None = None) -> LayerPlan:
+    """The same plan on the next backend that runs the layer, where ``plan.backend`` found at packing that it cannot.
+
+    Headers do not tell everything: the span of a row's scales stands in the weights.
+
+    Args:
+        reason: why the backend refused.
+
+    Raises:
+        ValueError: if no other backend runs the layer.
+    """
+    found, local = resolve(device), plan.spec.local(plan.placement)
+    reasons = [*plan.reasons, f"{plan.backend}: {reason}"]
+    names = [candidate.name for candidate in capability.registered()]
+    for candidate in capability.registered()[names.index(plan.backend) + 1 :]:
+        missing = candidate.unavailable(found)
+        against = (missing,) if missing else candidate.supports(local, plan.activations)
+        if not against:
+            rows = candidate.fold_rows(local, found) if plan.folded else ()
+            after = candidate.packed_nbytes(local) if plan.strategy != "slot" else plan.bytes_after
+            return replace(plan, backend=candidate.name, reasons=tuple(reasons), fold_rows=rows, bytes_after=after)
+        reasons += [f"{candidate.name}: {line}" for line in against]
+    raise ValueError(f"{plan.layer}: no backend runs this layer: {'; '.join(reasons)}")
+
+
 def slot_obstacles(spec: LayerSpec, policy: FusionPolicy) -> tuple[str, ...]:
     """Why the shared expert cannot take a routed expert's slot; empty if it can."""
     routed, shared = spec.routed, spec.shared

@@ -1,0 +1,71 @@
+"""The Hopper backend as planner and front door see it. Importing this file does not need Triton."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
+
+from foldmoe.backends.base import Backend, PackedLayer
+from foldmoe.backends.hopper import supports
+
+if TYPE_CHECKING:
+    from foldmoe.moe import Activation, ExpertWeights, LayerSpec
+    from foldmoe.moe.spec import ActivationPrecision
+    from foldmoe.planner.devices import Device
+
+
+@cache
+def _missing() -> str | None:
+    """What has to be installed."""
+    if find_spec("triton") is None:
+        return "triton is not installed: pip install foldmoe[gpu]"
+    try:
+        gluon = find_spec("triton.experimental.gluon")
+    except ModuleNotFoundError:
+        gluon = None
+    return None if gluon else "this triton has no Gluon: it needs 3.6 or later"
+
+
+class HopperBackend(Backend):
+    """MXFP4 routed experts and a block-FP8 shared expert, as stored, in one persistent launch on sm_90."""
+
+    name: ClassVar[str] = "hopper"
+    deterministic: ClassVar[bool] = True
+
+    def unavailable(self, device: Device) -> str | None:
+        if not device.is_hopper:
+            found = device.arch or device.name
+            return f"needs a Hopper GPU (sm_90), found {found}"
+        return _missing()
+
+    def supports(self, spec: LayerSpec, activations: ActivationPrecision) -> tuple[str, ...]:
+        return supports.reasons(spec, activations)
+
+    def packed_nbytes(self, spec: LayerSpec) -> int:
+        return supports.packed_nbytes(spec)
+
+    def pack(
+        self,
+        routed: ExpertWeights,
+        shared: ExpertWeights | None,
+        *,
+        activation: Activation,
+        shared_activation: Activation,
+        activations: ActivationPrecision,
+        consume: bool = False,
+    ) -> PackedLayer:
+        """See :meth:`foldmoe.backends.base.Backend.pack`.
+
+        Raises:
+            Unsupported: for scales that the layout cannot express exactly. Nothing has been written over by then.
+            ValueError: for a NaN scale.
+        """
+        from foldmoe.backends.hopper.layer import HopperLayer
+        from foldmoe.backends.hopper.packing import pack_layer
+
+        weights = pack_layer(routed, shared, activation, shared_activation, consume=consume)
+        stored = {"up": routed.gate_up, "down": routed.down}
+        dtypes = {role: tensor.values.dtype for role, tensor in stored.items()}
+        dtypes |= {f"{role}_scales": t.scales.dtype for role, t in stored.items() if t.scales is not None}
+        return HopperLayer(weights, dtypes, shared.format if shared else None)

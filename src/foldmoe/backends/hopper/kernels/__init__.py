@@ -1,0 +1,1 @@
+"""Device code: Triton and Gluon, checked by tests instead of by types."""

@@ -1,0 +1,124 @@
+"""A packed layer on one Hopper GPU, and which launches a call takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from foldmoe.backends.base import Call, PackedLayer
+from foldmoe.backends.hopper import launch, pack, pack_shared, workspace
+from foldmoe.backends.hopper.batch import BOTH, ROUTED, SHARED, Weights, contiguous
+from foldmoe.formats import Format, QuantizedTensor
+from foldmoe.moe import ExpertWeights
+from foldmoe.runtime.workspace import held_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foldmoe.backends.hopper.heuristics import HopperConfig
+
+
+class HopperLayer(PackedLayer):
+    """Weights in the kernels' layout, and how to run them.
+
+    Folded, serial and dual-stream launches run the same tiles and the same combine: all give the same bits.
+
+    Args:
+        weights: packed.
+        dtypes: torch dtypes of the stored routed tensors, by role.
+        shared_format: format of the stored shared expert.
+    """
+
+    def __init__(self, weights: Weights, dtypes: dict[str, torch.dtype], shared_format: Format | None) -> None:
+        self.weights = weights
+        self.config: HopperConfig | None = None
+        """Runs every batch where it is set; for tuning and tests."""
+        self._dtypes = dtypes
+        self._shared_format = shared_format
+        self._last: HopperConfig | None = None
+
+    def forward(self, call: Call, *, folded: bool) -> Tensor:
+        launches = self._launches(call, routed=True)
+        if folded and len(launches) == 2:
+            launches = (BOTH,)
+        return self._run(call, launches)
+
+    def forward_shared(self, call: Call) -> Tensor:
+        return self._run(call, self._launches(call, routed=False), dtype=torch.float32)
+
+    def forward_dual(self, call: Call, stream: torch.cuda.Stream) -> Tensor:
+        """One prologue, routed tiles on the current stream beside shared tiles on ``stream``, one combine."""
+        launches = self._launches(call, routed=True)
+        return self._run(call, launches, side=stream if len(launches) == 2 else None)
+
+    def _launches(self, call: Call, *, routed: bool) -> tuple[int, ...]:
+        """Sections that have anything to do, as far as the host knows."""
+        rows = call.shared_rows
+        found = []
+        if routed and call.topk_ids.shape[1]:
+            found.append(ROUTED)
+        if self.weights.shared_up is not None and not (isinstance(rows, tuple) and rows[0] >= rows[1]):
+            found.append(SHARED)
+        return tuple(found)
+
+    def _run(
+        self,
+        call: Call,
+        launches: tuple[int, ...],
+        *,
+        dtype: torch.dtype | None = None,
+        side: torch.cuda.Stream | None = None,
+    ) -> Tensor:
+        if not call.x.shape[0] or not launches:
+            return torch.zeros_like(call.x, dtype=dtype)
+        call = contiguous(call)
+        self._last = self.config or launch.choose(self.weights, call, self.route_share)
+        return launch.run(
+            self.weights,
+            call,
+            launches=launches,
+            route_share=self.route_share,
+            dtype=dtype,
+            config=self.config,
+            side=side,
+        )
+
+    def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
+        w = self.weights
+        routed = []
+        for role, part in (("up", w.up), ("down", w.down)):
+            codes, scales = pack.unpack_mxfp4(part)
+            values, scales = codes.view(self._dtypes[role]), scales.view(self._dtypes[f"{role}_scales"])
+            routed.append(QuantizedTensor(values, scales, format=Format.MXFP4))
+        if w.shared_up is None or w.shared_down is None:
+            return ExpertWeights(*routed), None
+        assert self._shared_format is not None
+        shared = []
+        for matrix in (w.shared_up, w.shared_down):
+            values, scales = pack_shared.unpack_fp8_block(matrix)
+            shared.append(QuantizedTensor(values[None], scales, format=self._shared_format, block=matrix.block))
+        return ExpertWeights(*routed), ExpertWeights(*shared)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes
+
+    @property
+    def workspace_nbytes(self) -> int:
+        return held_bytes(self.weights.device)
+
+    def stats(self) -> dict[str, object]:
+        """``ids_out_of_range`` counts since packing (reads the device), ``config`` is the one last chosen.
+
+        Raises:
+            RuntimeError: after a launch that gave up waiting for another part of itself.
+        """
+        stalled, ticket, found, wanted = workspace.stall_report(self.weights.device).tolist()
+        if stalled:
+            raise RuntimeError(
+                f"foldmoe: a Hopper launch gave up after two seconds: tile {ticket} waited for {wanted} parts of its "
+                f"token tile's hidden vectors, {found} came. Please report this with the layer's plan"
+            )
+        config = self._last.describe() if self._last else None
+        return {"ids_out_of_range": int(self.weights.strays.item()), "config": config}

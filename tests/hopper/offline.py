@@ -1,0 +1,143 @@
+"""Compiles the launch for sm_90 with no GPU, and reads what matters from the machine code."""
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+
+
+class StandIn:
+    """A driver that only answers what the compiler asks."""
+
+    class utils:  # noqa: N801
+        @staticmethod
+        def get_device_properties(device):
+            return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_device_interface(self):
+        return torch.cuda
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, kind):
+        return kind
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one compiled kernel: shared memory, spilled bytes, local accesses inside K loops, ptxas warnings, products."""
+
+    shared: int
+    spilled: int
+    loop_spills: int
+    loops: int
+    warnings: tuple[str, ...]
+    products: int
+    waits: int
+
+
+def compile_config(config):
+    """The folded launch for ``config`` on sm_90."""
+    from foldmoe.backends.hopper.kernels.folded import folded_moe
+
+    driver.set_active(StandIn())
+    nt, nts, wgs = config.tokens, config.shared_tokens, config.warpgroups
+    byte = torch.zeros(4096, 256, dtype=torch.uint8)
+    fp8 = torch.zeros(4096, 256).to(torch.float8_e4m3fn)
+    wide, word = torch.zeros(64, 1024), torch.zeros(16, dtype=torch.int32)
+
+    def describe(t, box, swizzle, bits):
+        return TensorDescriptor(t, list(t.shape), list(t.stride()), box, gl.NVMMASharedLayout(swizzle, bits, 2))
+
+    codes, offsets = describe(byte, [wgs * 16, 256], 0, 8), describe(byte, [wgs, 256], 0, 8)
+    shared = describe(fp8[:, :128].contiguous(), [wgs * 64, 128], 128, 8)
+    tokens = []
+    for n in (nt, nts):
+        tokens += [describe(fp8, [n, 128], 128, 8), describe(wide, [1, max(n, 32)], 0, 32)] * 2
+    return folded_moe.warmup(
+        codes,
+        offsets,
+        codes,
+        offsets,
+        shared,
+        shared,
+        *tokens,
+        wide,
+        wide,
+        wide,
+        wide,
+        fp8,
+        wide,
+        wide,
+        word,
+        word,
+        3,
+        512,
+        1024,
+        config,
+        grid=(132,),
+        num_warps=4,
+        maxnreg=config.launch_registers,
+    )
+
+
+def report(kernel):
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin")
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = os.path.join(folder, "k.cubin"), os.path.join(folder, "k.ptx")
+        with open(cubin, "wb") as f:
+            f.write(kernel.asm["cubin"])
+        with open(ptx, "w") as f:
+            f.write(kernel.asm["ptx"])
+        sass = subprocess.run([f"{tools}/cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [f"{tools}/ptxas", "-v", "-arch=sm_90a", ptx, "-o", os.devnull], capture_output=True, text=True, check=True
+        ).stderr
+    lines = [line for line in sass.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,5}\*/", line)]
+    bodies = _product_loops(lines)
+    return Report(
+        kernel.metadata.shared,
+        sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
+        sum(bool(re.search(r"\b(LDL|STL)\b", line)) for body in bodies for line in body),
+        len(bodies),
+        tuple(re.findall(r"C75\d\d[^\n]*", said)),
+        sum("GMMA" in line for line in lines),
+        sum("WARPGROUP.DEPBAR" in line for line in lines),
+    )
+
+
+def _product_loops(lines):
+    """Bodies of the innermost loops that hold a wgmma."""
+    at = [int(re.search(r"/\*([0-9a-f]+)\*/", line).group(1), 16) for line in lines]
+    index = {a: i for i, a in enumerate(at)}
+    spans = []
+    for i, line in enumerate(lines):
+        jump = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", line)
+        if jump and int(jump.group(1), 16) <= at[i] and int(jump.group(1), 16) in index:
+            start = index[int(jump.group(1), 16)]
+            if any("GMMA" in body for body in lines[start : i + 1]):
+                spans.append((start, i))
+    spans.sort(key=lambda s: s[1] - s[0])
+    inner = []
+    for a, b in spans:
+        if not any(a <= y and x <= b for x, y in inner):
+            inner.append((a, b))
+    return [lines[a : b + 1] for a, b in inner]

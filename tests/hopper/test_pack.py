@@ -1,0 +1,116 @@
+"""Packed layouts: exact both ways, and decoded as the kernel's threads do."""
+
+import pytest
+import torch
+
+from foldmoe.backends.hopper import pack, pack_shared
+from tests.hopper import emulate
+
+SHAPES = [
+    (1, 256, 128, True),
+    (2, 512, 256, False),
+    (3, 192, 128, True),
+    (2, 384, 96, False),
+    (1, 576, 256, True),
+    (1, 128, 320, False),
+]
+
+
+def routed(experts, rows, columns, seed=0, span=11):
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, generator=g)
+    top = torch.randint(100, 130, (experts, rows, 1), generator=g)
+    scales = (top - torch.randint(0, span + 1, (experts, rows, columns // 32), generator=g)).to(torch.uint8)
+    return codes, scales
+
+
+@pytest.mark.parametrize(("experts", "rows", "columns", "interleave"), SHAPES)
+@pytest.mark.parametrize("consume", [False, True])
+def test_mxfp4_round_trip(experts, rows, columns, interleave, consume):
+    codes, scales = routed(experts, rows, columns)
+    packed = pack.pack_mxfp4(codes.clone(), scales.clone(), interleave, consume=consume)
+    back = pack.unpack_mxfp4(packed)
+    assert torch.equal(back[0], codes)
+    assert torch.equal(back[1], scales)
+
+
+def test_consume_packs_in_place():
+    codes, scales = routed(2, 512, 256)
+    packed = pack.pack_mxfp4(codes, scales, True, consume=True)
+    assert packed.codes.data_ptr() == codes.data_ptr()
+    assert packed.offsets.data_ptr() == scales.data_ptr()
+    assert packed.nbytes == codes.nbytes + scales.nbytes + 2 * 512 * 4
+
+
+def test_scale_bytes_of_zero_groups_survive():
+    codes, scales = routed(2, 256, 256)
+    codes.view(2, 256, 8, 16)[:, ::3, 2] &= 0x88  # signed zeros
+    scales[:, ::3, 2] = torch.tensor([0, 254], dtype=torch.uint8)[torch.arange(86) % 2]
+    codes[1, 5] = 0
+    scales[1, 5] = torch.arange(8, dtype=torch.uint8) * 30
+    scales[1, 5, 3] = 255
+    back = pack.unpack_mxfp4(pack.pack_mxfp4(codes, scales, True))
+    assert torch.equal(back[0], codes)
+    assert torch.equal(back[1], scales)
+
+
+@pytest.mark.parametrize(("byte", "message"), [(255, "NaN"), (20, "span"), (240, "span")])
+def test_refuses_what_it_cannot_express(byte, message):
+    codes, scales = routed(1, 256, 128)
+    codes |= 1
+    scales[0, 7, 1] = byte
+    with pytest.raises(ValueError, match=message):
+        pack.pack_mxfp4(codes, scales, False, name="layers.3.w2")
+
+
+def test_counts_the_rows_it_refuses():
+    codes, scales = routed(1, 256, 128, span=0)
+    codes |= 1
+    scales[0, 10:14, 0] -= 12
+    with pytest.raises(ValueError, match="4 of 256 rows"):
+        pack.pack_mxfp4(codes, scales, False)
+
+
+@pytest.mark.parametrize(("experts", "rows", "columns", "interleave"), SHAPES)
+def test_threads_decode_exactly(experts, rows, columns, interleave):
+    """Every thread's registers, as the kernel upcasts them, against the plain float64 meaning of the stored bytes."""
+    codes, scales = routed(experts, rows, columns, seed=1)
+    packed = pack.pack_mxfp4(codes, scales, interleave)
+    dense = emulate.dequantise_mxfp4(codes, scales)
+    order = pack.row_order(rows, interleave)
+    for e in range(experts):
+        decoded = emulate.decode_units(packed, e)
+        want = torch.zeros(packed.blocks * 256, packed.steps * 128, dtype=torch.float64)
+        want[order < rows, :columns] = dense[e][order[order < rows]]
+        assert torch.equal(decoded, want)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (32, 32), (64, 64), (64, 32), (128, 32), (32, 128)])
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(256, 128), (512, 384), (384, 320)])
+def test_fp8_round_trip(block, interleave, rows, columns):
+    g = torch.Generator().manual_seed(2)
+    if interleave and rows // 2 % block[0]:
+        pytest.skip("the gate/up boundary would cut a scale block")
+    values = torch.randn(rows, columns, generator=g).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1]), generator=g) + 0.1
+    packed = pack_shared.pack_fp8_block(values, scales, interleave, block=block)
+    back = pack_shared.unpack_fp8_block(packed)
+    assert torch.equal(back[0].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(back[1], scales)
+    dense = (
+        values.double()
+        * scales.double().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    )
+    order = pack.row_order(rows, interleave)
+    want = torch.zeros(packed.blocks * 256, packed.steps * 128, dtype=torch.float64)
+    want[order < rows, :columns] = dense[order[order < rows]]
+    assert torch.equal(emulate.decode_fp8(packed), want)
+
+
+def test_fp8_refuses():
+    values = torch.zeros(256, 128).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="1x32"):
+        pack_shared.pack_fp8_block(values, torch.ones(256, 4), False, block=(1, 32))
+    with pytest.raises(ValueError, match="scale lies outside"):
+        pack_shared.pack_fp8_block(values, torch.full((2, 1), 2.0**-126), False, block=(128, 128))

@@ -1,0 +1,206 @@
+"""Times on a Hopper GPU, for developers: every arm against the floor, then other tiles and prologues.
+
+    python -m tests.hopper.tune [--tune] [SHAPE:M,M,.. ..]      # A:1,8,32,128,512,2048 B:1,8,32,128,512,2048
+
+Microseconds a layer over CUDA-graph replays of eight batches and two sets of weights, every kernel included. fold: one
+launch; serial: routed, then shared; dual: both at once on two streams; pro: the prologue alone. ratio: fold / floor, a
+floor being the larger of bytes at 4.62 TB/s and FLOPs at 1427 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from multiprocessing import get_context
+from statistics import median
+
+import torch
+
+from foldmoe.backends.base import Call
+from foldmoe.backends.hopper import heuristics, launch
+from foldmoe.backends.hopper.batch import BOTH, ROUTED, SHARED, Weights
+from foldmoe.backends.hopper.packing import pack_layer
+from foldmoe.formats import Format, QuantizedTensor
+from foldmoe.moe import Activation, ExpertWeights
+
+TOP_K = 6
+SHAPES = {"A": (256, 256, 4096, 2048), "B": (32, 256, 4096, 2048), "D": (48, 384, 7168, 3072)}
+"""Experts here, experts in all, H, I: V4-Flash on one GPU, one of its EP8 ranks, one EP8 rank of V4-Pro."""
+
+TILES = ((8, 32, 4), (16, 32, 4), (32, 32, 4), (32, 64, 2), (32, 128, 2), (64, 64, 2), (64, 128, 2), (128, 128, 2))
+PROLOGUES = ((8192, 4096), (0, 4096), (0, 2048), (0, 1024), (0, 512))
+"""heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK"""
+
+
+@dataclass
+class Point:
+    """Eight batches of ``tokens`` on one shape, and what they touch on average."""
+
+    shape: str
+    tokens: int
+
+    def __post_init__(self) -> None:
+        experts, total, hidden, width = SHAPES[self.shape]
+        self.share = experts / total
+        self.calls = []
+        touched = routes = 0
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(seed)
+            ids = torch.rand(self.tokens, total, generator=generator).argsort(dim=-1)[:, :TOP_K].to(torch.int32)
+            ids = torch.where(ids < experts, ids, -1)
+            touched += len(ids[ids >= 0].unique())
+            routes += int((ids >= 0).sum())
+            x = torch.randn(self.tokens, hidden, generator=generator).to(torch.bfloat16)
+            gates = torch.rand(self.tokens, TOP_K, generator=generator)
+            self.calls.append(Call(x.cuda(), ids.cuda(), gates.cuda()))
+        size = 3 * hidden * width
+        self.floor = max(
+            (touched / 8 * size * 4.25 / 8 + size) / 4.62e6, 2 * size * (routes / 8 + self.tokens) / 1.427e9
+        )
+
+
+def layer(experts: int, hidden: int, width: int) -> Weights:
+    """Random weights of one layer, packed in place."""
+
+    def routed(rows: int, columns: int) -> QuantizedTensor:
+        codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(114, 122, (experts, rows, columns // 32), dtype=torch.uint8, device="cuda")
+        return QuantizedTensor(codes, scales, format=Format.MXFP4)
+
+    def shared(rows: int, columns: int) -> QuantizedTensor:
+        values = torch.randn(1, rows, columns, device="cuda").mul_(100).to(torch.float8_e4m3fn)
+        scales = torch.full((1, rows // 128, columns // 128), 3e-4, device="cuda")
+        return QuantizedTensor(values, scales, format=Format.FP8_128x128, block=(128, 128))
+
+    sets = [ExpertWeights(kind(2 * width, hidden), kind(hidden, width)) for kind in (routed, shared)]
+    return pack_layer(*sets, Activation(10.0), Activation(10.0), consume=True)
+
+
+def replay(calls: list, reps: int = 10) -> float:
+    """Microseconds a call, of one graph of all calls."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(reps + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times[2:]) / len(calls) * 1e3
+
+
+def arm(weights: list[Weights], point: Point, **options: object) -> float:
+    pairs = zip(weights * len(point.calls), point.calls, strict=False)
+    return replay([partial(launch.run, w, call, route_share=point.share, **options) for w, call in pairs])
+
+
+def prologue(weights: list[Weights], point: Point) -> float:
+    def one(w: Weights, call: Call) -> None:
+        launch.Step(w, call, launch.choose(w, call, point.share), BOTH, False).prologue()
+
+    return replay([partial(one, w, call) for w, call in zip(weights * len(point.calls), point.calls, strict=False)])
+
+
+def candidates(geometry: heuristics.Geometry, point: Point) -> list[heuristics.HopperConfig]:
+    """Tiles within reach of the mean number of tokens an expert; large ones also with two products in flight."""
+    mean = point.tokens * TOP_K / SHAPES[point.shape][1]
+    found = []
+    for size in TILES:
+        if mean / 4 <= size[0] <= max(8, 4 * mean):
+            found.append(heuristics.build(geometry, *size))
+            if size[0] <= 64 and size[2] == 2:
+                found.append(replace(found[-1], deep=True))
+    return found
+
+
+def warm(job: tuple[int, int, heuristics.HopperConfig, int, bool]) -> str | None:
+    """Compile one config in a process of its own, on a layer of two experts (their number is no part of a kernel)."""
+    hidden, width, config, tokens, arms = job
+    try:
+        x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
+        ids = torch.zeros(tokens, TOP_K, dtype=torch.int32, device="cuda")
+        for dependent in (True, False) if arms else (True,):
+            call = Call(x, ids, torch.ones(tokens, TOP_K, device="cuda"))
+            launch.run(layer(2, hidden, width), call, config=config, dependent=dependent)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{config}: {str(error).splitlines()[0]}"
+    return None
+
+
+def compile_all(points: list[Point], tune: bool) -> set[heuristics.HopperConfig]:
+    """Fill Triton's cache; configs that do not run."""
+    todo: dict[heuristics.HopperConfig, tuple[int, int, heuristics.HopperConfig, int, bool]] = {}
+    for point in points:
+        experts, _, hidden, width = SHAPES[point.shape]
+        blocks = -(-2 * width // 256), -(-hidden // 256)
+        geometry = heuristics.Geometry(hidden, *blocks, *blocks, -(-width // 128), -(-width // 128), 1, 10.0, 10.0)
+        chosen = heuristics.choose(geometry, point.tokens, TOP_K * point.share, experts)
+        for config in [chosen, *(candidates(geometry, point) if tune else [])]:
+            todo[config] = (hidden, width, config, min(point.tokens, 64), not tune)
+    with ProcessPoolExecutor(min(14, len(todo)), mp_context=get_context("spawn")) as pool:
+        failed = {config: error for config, error in zip(todo, pool.map(warm, todo.values()), strict=True) if error}
+    for error in failed.values():
+        print("does not run:", error)
+    return set(failed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("points", nargs="*", default=["A:1,8,32,128,512,2048", "B:1,8,32,128,512,2048"])
+    parser.add_argument("--tune", action="store_true", help="other tiles and prologues instead of other arms")
+    options = parser.parse_args()
+    asked = [(name, sizes) for name, _, sizes in (p.partition(":") for p in options.points)]
+    points = [Point(name, int(m)) for name, sizes in asked for m in sizes.split(",")]
+    failed = compile_all(points, options.tune)
+    held: tuple[tuple[int, ...], list[Weights]] = ((), [])
+    for point in points:
+        experts, _, hidden, width = SHAPES[point.shape]
+        if held[0] != (experts, hidden, width):
+            held = ((), [])
+            held = ((experts, hidden, width), [layer(experts, hidden, width) for _ in range(2)])
+        weights = held[1]
+        chosen = launch.choose(weights[0], point.calls[0], point.share)
+        fold = arm(weights, point)
+        print(f"{point.shape} M {point.tokens:5d} floor {point.floor:7.1f} fold {fold:7.1f}", end=" ")
+        print(f"ratio {fold / point.floor:.2f} pro {prologue(weights, point):.1f}  {chosen.describe()}", flush=True)
+        if options.tune:
+            tune(weights, point, failed)
+        else:
+            serial = arm(weights, point, launches=(ROUTED, SHARED))
+            dual = arm(weights, point, launches=(ROUTED, SHARED), side=torch.cuda.Stream())
+            alone = arm(weights, point, dependent=False)
+            print(f"    serial {serial:.1f} dual {dual:.1f} fold without dependent launch {alone:.1f}", flush=True)
+
+
+def tune(weights: list[Weights], point: Point, failed: set[heuristics.HopperConfig]) -> None:
+    configs = [c for c in candidates(weights[0].geometry, point) if c not in failed]
+    best = dict.fromkeys(configs, inf)
+    for _ in range(2):  # the card drifts: take turns
+        for config in configs:
+            best[config] = min(best[config], arm(weights, point, config=config))
+    for config, time in sorted(best.items(), key=lambda item: item[1]):
+        print(f"    {time:7.1f}  {config.describe()}", flush=True)
+    kept = heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK
+    for small, block in PROLOGUES:
+        if small or point.tokens * TOP_K > block // 4:
+            heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK = small, block
+            print(f"    prologue, one kernel up to {small} routes, blocks of {block}: {prologue(weights, point):.1f}")
+    heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK = kept
+
+
+if __name__ == "__main__":
+    main()
