@@ -78,6 +78,7 @@ class FoldedMoE(torch.nn.Module):
             extra = slot_weights(shared, requantize=plan.requantize, padded_width=plan.padded_width)
             routed, shared = append_expert(routed, extra), None
         self.packed: PackedLayer = self._pack(routed, shared, activation, shared_activation, consume)
+        self.packed.route_share = len(self.experts) / max(1, plan.spec.routed.count)
         self.stored_as: MoELayer | None = None
         """Names in the checkpoint that the layer was loaded from."""
         self._side_stream: torch.cuda.Stream | None = None

@@ -11,7 +11,7 @@ from foldmoe.backends.base import Call
 from foldmoe.backends.hopper.backend import HopperBackend
 from foldmoe.formats import Format, QuantizedTensor, fp8, mxfp4
 from foldmoe.moe import Activation, ExpertSpec, ExpertWeights, LayerSpec
-from foldmoe.planner import plan_layer
+from foldmoe.planner import FusionPolicy, plan_layer
 from foldmoe.planner.devices import resolve
 
 pytest.importorskip("triton", reason="NOT CHECKED: the Hopper backend needs triton (pip install foldmoe[gpu])")
@@ -72,10 +72,11 @@ def pack(routed, shared, **options):
     return HopperBackend().pack(routed, shared, **given)
 
 
-def test_registered_before_triton_and_chosen_on_a_hopper():
+def test_chosen_on_a_hopper_by_name():
     assert isinstance(get("hopper"), HopperBackend)
     spec = LayerSpec("l", 256, 2, ExpertSpec(8, 192, Format.MXFP4), None, activations="fp8")
-    assert plan_layer(spec, device="h200").backend == "hopper"
+    assert plan_layer(spec, FusionPolicy(backend="hopper"), device="h200").backend == "hopper"
+    assert plan_layer(spec, device="h200").backend == "triton"
     plan = plan_layer(spec, device="b200")
     assert plan.backend == "triton"
     assert "hopper: needs a Hopper GPU (sm_90), found sm_100" in plan.reasons

@@ -30,6 +30,7 @@ class Fake:
 
     name: ClassVar[str] = "fake"
     deterministic: ClassVar[bool] = True
+    opt_in: ClassVar[str] = ""
     missing: str | None = None
     against: tuple[str, ...] = ()
     rows: tuple[tuple[int, int | None], ...] = ((0, 17), (512, None))
@@ -187,3 +188,17 @@ def test_an_unknown_choice_names_the_known_ones(choice: dict[str, str]) -> None:
 def test_an_unknown_backend_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"no backend called 'nobody'; there are: .*torch"):
         plan_layer(SPEC, FusionPolicy(backend="nobody"), KNOWN["cpu"])
+
+
+def test_a_backend_that_is_not_the_default_yet_runs_only_by_name() -> None:
+    spec = LayerSpec(
+        "layers.3.ffn",
+        4096,
+        6,
+        ExpertSpec(256, 2048, Format.MXFP4),
+        ExpertSpec(1, 2048, Format.FP8_128x128, e8m0_scales=True),
+        activations="fp8",
+    )
+    plan = plan_layer(spec, device="h200")
+    assert plan.backend != "hopper"
+    assert any(reason.startswith("hopper: ") for reason in plan.reasons)

@@ -27,7 +27,7 @@ OWN_ARMS = {"folded": "native", "dual-stream": "dual", "serial": "off"}
 _WEIGHT_SETS = 2
 """On a GPU calls alternate between sets, or the shared expert of one would stay in the L2 cache."""
 
-_CHECKED_TOKENS = 64
+_CHECKED_TOKENS = 8
 _CHECKED_BYTES = 2**30
 
 

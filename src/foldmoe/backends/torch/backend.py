@@ -65,7 +65,7 @@ def _plain(weights: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(*parts)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TorchLayer(PackedLayer):
     """Weights as stored, and how to run them."""
 
