@@ -121,7 +121,7 @@ class TorchLayer(PackedLayer):
         """``[M, H]`` float32: the weighted sum over k, in the order of k."""
         tokens, k = ids.shape
         experts, hidden = self.routed.num_experts, self.routed.hidden
-        if not tokens or not k:
+        if not tokens or not k or not experts:
             return x.new_zeros(tokens, hidden, dtype=torch.float32)
         flat = ids.flatten()
         valid = (flat >= 0) & (flat < experts)
@@ -129,7 +129,7 @@ class TorchLayer(PackedLayer):
         flat = flat if whole else torch.where(valid, flat, experts)
         by_expert = flat.argsort(stable=True)
         groups = Groups(torch.bincount(flat, minlength=experts + 1)[:experts])
-        used = tokens * k if whole else int(groups.ends[-1])
+        used = tokens * k if whole else int(groups.counts.sum())
         dtype = self._compute_dtype(x, self.routed)
         rows = x.to(dtype).index_select(0, by_expert[:used] // k)
         results = self._experts(rows, groups, self.routed, self.activation)
