@@ -26,7 +26,8 @@ start = time.process_time()
 plan = plan_checkpoint(sys.argv[1], device="h200", ep_size=8)
 seconds = time.process_time() - start
 peak = peak_megabytes()
-print(json.dumps({"seconds": seconds, "peak": peak, "imported": imported, "summary": plan.summary, "layers": len(plan.rows),
+print(json.dumps({"seconds": seconds, "peak": peak, "imported": imported, "summary": plan.summary,
+                  "layers": len(plan.rows),
                   "drafts": sum(p.spec.draft for p in plan.layers), "extra": plan.extra_bytes,
                   "before": plan.bytes_before,
                   "experts": plan.layers[0].spec.routed.count, "draft_top_k": plan.layers[-1].spec.top_k}))
