@@ -72,11 +72,11 @@ def pack(routed, shared, **options):
     return HopperBackend().pack(routed, shared, **given)
 
 
-def test_chosen_on_a_hopper_by_name():
+def test_chosen_on_a_hopper():
     assert isinstance(get("hopper"), HopperBackend)
     spec = LayerSpec("l", 256, 2, ExpertSpec(8, 192, Format.MXFP4), None, activations="fp8")
-    assert plan_layer(spec, FusionPolicy(backend="hopper"), device="h200").backend == "hopper"
-    assert plan_layer(spec, device="h200").backend == "triton"
+    assert plan_layer(spec, device="h200").backend == "hopper"
+    assert plan_layer(spec, FusionPolicy(backend="triton"), device="h200").backend == "triton"
     plan = plan_layer(spec, device="b200")
     assert plan.backend == "triton"
     assert "hopper: needs a Hopper GPU (sm_90), found sm_100" in plan.reasons

@@ -13,9 +13,8 @@ FLASH = heuristics.Geometry(4096, 16, 16, 16, 16, 16, 16, 1, 10.0, 10.0)
 V41 = heuristics.Geometry(5120, 18, 20, 18, 20, 18, 18, 4, 10.0, 10.0)
 ALONE = heuristics.Geometry(512, 3, 2, 0, 0, 3, 0, 0, inf, inf)
 
-SPILLED = {(8, 8): 0, (8, 16): 64, (8, 32): 24, (16, 8): 48, (16, 16): 48, (16, 32): 24, (32, 64): 0, (64, 64): 0}
-"""Bytes a thread spills outside its K loops, once a tile, as measured with Triton 3.6; a known cost."""
-SPILLED |= {(32, 32): 0, (32, 128): 144, (64, 128): 96, (128, 64): 528, (128, 128): 288}
+SPILLED = {(8, 16): 64, (8, 32): 24, (16, 8): 96, (16, 16): 48, (16, 32): 24, (128, 64): 116, (128, 128): 44}
+"""Bytes a thread spills outside its K loops, once a tile, as measured with Triton 3.6; others none. A known cost."""
 
 
 def every(geometry):
@@ -36,7 +35,7 @@ def check(config):
     assert found.loop_spills == 0, found
     assert found.loops >= 2 * config.warpgroups
     assert found.waits * 4 == found.products or config.geometry.scale_groups == 4, found
-    assert found.spilled <= SPILLED[(config.tokens, config.shared_tokens)], found
+    assert found.spilled <= SPILLED.get((config.tokens, config.shared_tokens), 0), found
 
 
 @pytest.mark.parametrize(
@@ -46,6 +45,13 @@ def check(config):
 )
 def test_compiles(geometry, size):
     check(heuristics.build(geometry, *size))
+
+
+def test_products_of_one_step_stay_loops():
+    """With one K step known when it compiled, ptxas 12.8 left out a descriptor of the second of two products that it
+    merged: wrong numbers at H 128 and I 64. Run-time step counts keep them apart."""
+    one = heuristics.Geometry(128, 1, 1, 1, 1, 1, 1, 1, inf, inf)
+    assert offline.report(offline.compile_config(heuristics.build(one, 8, 32, 4))).loops == 2 * 4
 
 
 @pytest.mark.slow

@@ -30,7 +30,6 @@ class Fake:
 
     name: ClassVar[str] = "fake"
     deterministic: ClassVar[bool] = True
-    opt_in: ClassVar[str] = ""
     missing: str | None = None
     against: tuple[str, ...] = ()
     rows: tuple[tuple[int, int | None], ...] = ((0, 17), (512, None))
@@ -190,7 +189,7 @@ def test_an_unknown_backend_names_the_known_ones() -> None:
         plan_layer(SPEC, FusionPolicy(backend="nobody"), KNOWN["cpu"])
 
 
-def test_a_backend_that_is_not_the_default_yet_runs_only_by_name() -> None:
+def test_a_hopper_runs_its_own_backend_and_another_only_by_name() -> None:
     spec = LayerSpec(
         "layers.3.ffn",
         4096,
@@ -199,6 +198,8 @@ def test_a_backend_that_is_not_the_default_yet_runs_only_by_name() -> None:
         ExpertSpec(1, 2048, Format.FP8_128x128, e8m0_scales=True),
         activations="fp8",
     )
-    plan = plan_layer(spec, device="h200")
+    assert plan_layer(spec, device="h200").backend == "hopper"
+    assert plan_layer(spec, FusionPolicy(backend="triton"), device="h200").backend == "triton"
+    plan = plan_layer(spec, device="b200")
     assert plan.backend != "hopper"
     assert any(reason.startswith("hopper: ") for reason in plan.reasons)

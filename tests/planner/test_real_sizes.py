@@ -44,8 +44,9 @@ def test_real_sized_headers_plan_within_three_seconds_and_300_mb(tmp_path: Path,
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     total = size["layers"] + size["drafts"]
-    assert found["summary"] == f"{total}/{total} layers fold natively, +0 B"
-    assert (found["layers"], found["drafts"], found["extra"]) == (total, size["drafts"], 0)
+    assert found["summary"].startswith(f"{total}/{total} layers fold natively, +")
+    assert (found["layers"], found["drafts"]) == (total, size["drafts"])
+    assert 0 < found["extra"] < 0.004 * found["before"]  # Hopper's layout: one reference exponent a row
     assert (found["experts"], found["draft_top_k"]) == (384, 3)
     assert found["seconds"] < 3
     # Importing torch alone takes 220 to 280 MB, by what the system maps of its libraries; planning may add this much.

@@ -118,9 +118,6 @@ class Backend(ABC):
     deterministic: ClassVar[bool]
     """The same token gives the same bits whatever else is in the batch, run after run."""
 
-    opt_in: ClassVar[str] = ""
-    """Why ``backend="auto"`` passes this backend by, so that it runs only when asked for by name; empty for none."""
-
     @abstractmethod
     def unavailable(self, device: Device) -> str | None:
         """Why this backend cannot run on ``device`` at all, or None."""

@@ -19,7 +19,6 @@ class Capability(Protocol):
 
     name: ClassVar[str]
     deterministic: ClassVar[bool]
-    opt_in: ClassVar[str]
 
     def unavailable(self, device: Device) -> str | None: ...
     def supports(self, spec: LayerSpec, activations: ActivationPrecision) -> tuple[str, ...]: ...

@@ -167,8 +167,6 @@ def _choose(
     for candidate in asked:
         missing = candidate.unavailable(device)
         against = (missing,) if missing else candidate.supports(spec, activations)
-        if not against and policy.backend == "auto" and candidate.opt_in:
-            against = (candidate.opt_in,)
         if not against:
             return candidate, tuple(reasons)
         reasons += [f"{candidate.name}: {reason}" for reason in against]

@@ -32,10 +32,6 @@ class HopperBackend(Backend):
 
     name: ClassVar[str] = "hopper"
     deterministic: ClassVar[bool] = True
-    opt_in: ClassVar[str] = (
-        "not the default yet: one small layer (H 128, 256 experts of one token each) read out of bounds on an H200; "
-        'ask for it by name (backend="hopper", FOLDMOE_BACKEND=hopper)'
-    )
 
     def unavailable(self, device: Device) -> str | None:
         if not device.is_hopper:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 _SHARED_MEMORY = 232448 - 2048
 """Bytes a CTA may take on Hopper, less what the compiler adds for its own exchanges."""
 
-SMALL_ROUTES = 8192
+SMALL_ROUTES = 2048
 """Up to here the prologue is one kernel: a token's program reads all ids."""
 
-ROUTE_BLOCK = 4096
+ROUTE_BLOCK = 512
 """Routes that a block of a larger batch's prologue counts, less what would cut a token's routes."""
 
 _WIDEST_FINE = 64
@@ -102,7 +102,7 @@ def slot_bytes(tokens: int, shared_tokens: int, warpgroups: int) -> int:
 def fixed_bytes(tokens: int, shared_tokens: int, warpgroups: int) -> int:
     """Shared memory beside the ring: exchanges between warpgroups, the first half of an up tile."""
     widest = max(tokens, shared_tokens)
-    amax = 2 * warpgroups * 4 * (tokens + shared_tokens)
+    amax = 3 * warpgroups * 4 * (tokens + shared_tokens)
     first_half = 2 * 32 * 4 * widest if warpgroups == 2 else 0
     return amax + first_half + warpgroups * 32 * widest + 1024
 

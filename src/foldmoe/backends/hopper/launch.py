@@ -27,6 +27,9 @@ MAX_TOKENS = 16384
 
 _WARPS = 4
 
+_CHUNK = 8192
+"""Counters that the second step of a large batch's prologue holds at once."""
+
 
 @dataclass
 class Step:
@@ -80,6 +83,7 @@ class Step:
         span = heuristics.ROUTE_BLOCK // self.top_k * self.top_k
         blocks = triton.cdiv(routes, span)
         counting = {"K": self.top_k, "BLOCK": block, "ROUTES": span, "VALID_TENSOR": kinds["VALID_TENSOR"]}
+        counting |= self._dependence()
         valid = {name: value for name, value in tensors.items() if name == "valid_rows"}
         valid_number = {name: value for name, value in numbers.items() if name == "valid_rows"}
         launch(
@@ -95,7 +99,8 @@ class Step:
             (1,),
             {"block_counts": b.block_counts, "control": b.control, **tensors},
             {**numbers, "M": self.rows, "capacity": b.capacity, "blocks": blocks},
-            **{**tiles, **common, **kinds},
+            CHUNK=max(1, _CHUNK // common["EP"]),
+            **{**tiles, **common, **kinds, **self._dependence()},
         )
         launch(
             prologue.place_tokens,
@@ -131,6 +136,9 @@ class Step:
             section,
             b.capacity,
             b.row_capacity,
+            layer.geometry.k_up,
+            layer.geometry.k_down4,
+            layer.geometry.k_down8,
             config,
             num_warps=_WARPS,
             maxnreg=config.launch_registers,

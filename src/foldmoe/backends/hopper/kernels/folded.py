@@ -65,6 +65,16 @@ mov.b32 $0, t;
 mov.b32 $1, u;
 }""")
 
+# x * sigmoid(x) from approximate exp2 and reciprocal: within 1e-6 of the exact value in five instructions, not twenty.
+_SILU = gl.constexpr("""{
+.reg .f32 e;
+mul.f32 e, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 e, e;
+add.f32 e, e, 0f3F800000;
+rcp.approx.ftz.f32 e, e;
+mul.f32 $0, $1, e;
+}""")
+
 # Under programmatic dependent launch: wait for the prologue, let the combine be scheduled. No-ops otherwise.
 _AFTER_PROLOGUE = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;")
 
@@ -228,7 +238,7 @@ def _weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constex
         if shared:
             if g.up8 > 0:
                 if up:
-                    for half in gl.static_range(HALVES):
+                    for half in range(HALVES):
                         slot, phase = _copy_fp8(
                             shared1, block * g.k_up * 4 + half * WGS, g.k_up, slot, phase, weights, full, empty, WGS, ST
                         )
@@ -237,7 +247,7 @@ def _weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constex
                     slot, phase = _copy_fp8(shared2, unit, g.k_down8, slot, phase, weights, full, empty, WGS, ST)
         else:
             if up:
-                for half in gl.static_range(HALVES):
+                for half in range(HALVES):
                     unit = (expert * g.up4 + block) * g.k_up * 4 + half * WGS
                     slot, phase = _copy_fp4(
                         codes1, exps1, unit, (g.k_up + 1) // 2 * 2, slot, phase, weights, offsets, full, empty, WGS, ST
@@ -294,7 +304,7 @@ def _tokens_producer(desc, control, capacity, run, error, ring, tickets, C: gl.c
         if shared:
             if g.up8 > 0:
                 if up:
-                    for _half in gl.static_range(HALVES):
+                    for _half in range(HALVES):
                         slot, phase = _copy_tokens(
                             x8, xs8, row, g.k_up, slot, phase, tokens, scales8, full, empty, NTS, ST
                         )
@@ -304,7 +314,7 @@ def _tokens_producer(desc, control, capacity, run, error, ring, tickets, C: gl.c
                     )
         else:
             if up:
-                for _half in gl.static_range(HALVES):
+                for _half in range(HALVES):
                     slot, phase = _copy_tokens(
                         x4, xs4, row, (g.k_up + 1) // 2 * 2, slot, phase, tokens, scales4, full, empty, NT, ST
                     )
@@ -342,7 +352,7 @@ def _upcast(codes, offsets, dot_layout: gl.constexpr):
 
 
 @gluon.jit
-def _fp4_product(steps: gl.constexpr, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
+def _fp4_product(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
     """Sum over K of codes x tokens, promoted to float32 times the token's scale every 128 columns.
 
     Two steps a turn (an FP8 operand carried round the loop costs byte shuffles); an odd K has a last step of zeros.
@@ -387,7 +397,7 @@ def _fp4_product(steps: gl.constexpr, slot, phase, ring, WG: gl.constexpr, C: gl
 
 
 @gluon.jit
-def _fp8_product(scales, unit, steps: gl.constexpr, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
+def _fp8_product(scales, steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
     """The same for E4M3 weights with KG scales a K step and 8 rows: promoted every 128 / KG columns."""
     weights, _offsets, tokens, _scales4, scales8, full, empty = ring
     NT: gl.constexpr = C.shared_tokens
@@ -398,7 +408,7 @@ def _fp8_product(scales, unit, steps: gl.constexpr, slot, phase, ring, WG: gl.co
     zero = gl.zeros([64, NT], gl.float32, mma)
     acc = gl.zeros([64, NT], gl.float32, mma)
     group = gl.arange(0, 64, gl.SliceLayout(1, mma)) // 8
-    at = scales + unit * (8 * KG) + group
+    at = scales + group
     w0 = gl.load(at)
     for step in range(steps):
         # The next step's first scales are on their way while this step multiplies; the last step reads its own again.
@@ -450,7 +460,8 @@ def _swiglu(acc, LIMIT: gl.constexpr, NT: gl.constexpr):
     if float("inf") > LIMIT:
         gate = gl.where(gate > LIMIT, LIMIT, gate)
         up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
-    return (gate / (1 + gl.exp(-gate)) * up).reshape([32, NT])
+    gate = gl.inline_asm_elementwise(_SILU, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1)
+    return (gate * up).reshape([32, NT])
 
 
 @gluon.jit
@@ -513,6 +524,38 @@ def _finish_up(
 
 
 @gluon.jit
+def _hidden_block(
+    hidden,
+    half,
+    out,
+    row,
+    rows,
+    block,
+    counter,
+    turn,
+    kept,
+    amax_bufs,
+    amax_full,
+    NT: gl.constexpr,
+    WG: gl.constexpr,
+    C: gl.constexpr,
+):
+    """A pass's part of one 128-column block: kept until the last pass of this warpgroup, which finishes the block."""
+    amax = gl.max(gl.abs(hidden), axis=0)
+    if C.halves == 1:
+        _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax_bufs, amax_full, NT, WG, C)
+        turn += 1
+    elif half == 0:
+        kept.index(WG).slice(0, NT, 1).store(hidden)
+        amax_bufs.index(2 * C.warpgroups + WG).store(amax)
+    else:
+        amax = gl.maximum(amax, amax_bufs.index(2 * C.warpgroups + WG).load(amax.type.layout))
+        _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax_bufs, amax_full, NT, WG, C)
+        turn += 1
+    return turn
+
+
+@gluon.jit
 def _finish_down(acc, out, row, rows, first, C: gl.constexpr):
     _h, _hs, _done, _row_capacity, d = out
     mma: gl.constexpr = acc.type.layout
@@ -530,16 +573,88 @@ def _row_scaled(acc, scale):
 
 
 @gluon.jit
-def _consumer(
-    rs, ws, out, control, capacity, run, ring, tickets, kept, amax_bufs, amax_full, WG: gl.constexpr, C: gl.constexpr
+def _late(value):
+    """The same number, but unknown to the compiler before this point: addresses made from it are not held over a K
+    loop, which has no registers for them.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _routed_tile(
+    tile, steps, rs, out, slot, phase, turn, ring, kept, amax, amax_full, WG: gl.constexpr, C: gl.constexpr
 ):
+    """One tile of routed experts. One copy of the K loop serves both projections: the code must stay small (a kernel
+    with one a case stalled a fifth of its time on instruction fetches).
+    """
     g: gl.constexpr = C.geometry
     NT: gl.constexpr = C.tokens
-    NTS: gl.constexpr = C.shared_tokens
     WGS: gl.constexpr = C.warpgroups
     HALVES: gl.constexpr = C.halves
+    up, expert, block, row, rows, counter = tile
+    k_up, k_down4, _k_down8 = steps
     rs1, rs2 = rs
+    for half in range(gl.where(up, HALVES, 1)):
+        acc, slot, phase = _fp4_product(gl.where(up, k_up, k_down4), slot, phase, ring, WG, C)
+        first, column = _late(row), _late(block)
+        if up:
+            scale = rs1 + (expert * g.up4 + column) * 256 + (half * WGS + WG) * 64
+            hidden = _swiglu(_row_scaled(acc, scale), g.limit4, NT)
+            turn = _hidden_block(
+                hidden, half, out, first, rows, column, counter, turn, kept, amax, amax_full, NT, WG, C
+            )
+        else:
+            scale = rs2 + (expert * g.down4 * HALVES + column) * (WGS * 64) + WG * 64
+            _finish_down(_row_scaled(acc, scale), out, first, rows, (column * WGS + WG) * 64, C)
+    return slot, phase, turn
+
+
+@gluon.jit
+def _shared_tile(
+    tile, steps, ws, out, slot, phase, turn, ring, kept, amax, amax_full, WG: gl.constexpr, C: gl.constexpr
+):
+    """One tile of the shared expert, likewise."""
+    g: gl.constexpr = C.geometry
+    NT: gl.constexpr = C.shared_tokens
+    WGS: gl.constexpr = C.warpgroups
+    HALVES: gl.constexpr = C.halves
+    up, _expert, block, row, rows, counter = tile
+    k_up, _k_down4, k_down8 = steps
     ws1, ws2 = ws
+    for half in range(gl.where(up, HALVES, 1)):
+        if up:
+            scales = ws1 + (block * k_up * 4 + half * WGS + WG) * (8 * g.scale_groups)
+        else:
+            scales = ws2 + (block // HALVES * k_down8 * 4 + block % HALVES * WGS + WG) * (8 * g.scale_groups)
+        acc, slot, phase = _fp8_product(scales, gl.where(up, k_up, k_down8), slot, phase, ring, WG, C)
+        first, column = _late(row), _late(block)
+        if up:
+            hidden = _swiglu(acc, g.limit8, NT)
+            turn = _hidden_block(
+                hidden, half, out, first, rows, column, counter, turn, kept, amax, amax_full, NT, WG, C
+            )
+        else:
+            _finish_down(acc, out, first, rows, (column * WGS + WG) * 64, C)
+    return slot, phase, turn
+
+
+@gluon.jit
+def _consumer(
+    steps,
+    rs,
+    ws,
+    out,
+    control,
+    capacity,
+    run,
+    ring,
+    tickets,
+    kept,
+    amax_bufs,
+    amax_full,
+    WG: gl.constexpr,
+    C: gl.constexpr,
+):
     amax4, amax8 = amax_bufs
     head = _read_head(control, run)
     slot = 0
@@ -550,45 +665,20 @@ def _consumer(
     ticket, tslot, tphase = _receive(tickets, tslot, tphase, 4)
     while ticket >= 0:
         shared, up, expert, block, row, rows, counter = _locate(ticket, head, control, capacity, C)
+        tile = (up, expert, block, row, rows, counter)
         if shared:
-            if g.up8 > 0:
-                if up:
-                    unit = block * g.k_up * 4 + WG
-                    acc8, slot, phase = _fp8_product(ws1, unit, g.k_up, slot, phase, ring, WG, C)
-                    hidden = _swiglu(acc8, g.limit8, NTS)
-                    amax = gl.max(gl.abs(hidden), axis=0)
-                    if WGS == 2:
-                        kept.index(WG).slice(0, NTS, 1).store(hidden)
-                        acc8, slot, phase = _fp8_product(ws1, unit + 2, g.k_up, slot, phase, ring, WG, C)
-                        hidden = _swiglu(acc8, g.limit8, NTS)
-                        amax = gl.maximum(amax, gl.max(gl.abs(hidden), axis=0))
-                    _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax8, amax_full, NTS, WG, C)
-                    turn += 1
-                else:
-                    unit = block // HALVES * g.k_down8 * 4 + block % HALVES * WGS + WG
-                    acc8, slot, phase = _fp8_product(ws2, unit, g.k_down8, slot, phase, ring, WG, C)
-                    _finish_down(acc8, out, row, rows, (block * WGS + WG) * 64, C)
+            if C.geometry.up8 > 0:
+                slot, phase, turn = _shared_tile(
+                    tile, steps, ws, out, slot, phase, turn, ring, kept, amax8, amax_full, WG, C
+                )
         else:
-            if up:
-                scale = rs1 + (expert * g.up4 + block) * 256 + WG * 64
-                acc4, slot, phase = _fp4_product(g.k_up, slot, phase, ring, WG, C)
-                hidden = _swiglu(_row_scaled(acc4, scale), g.limit4, NT)
-                amax = gl.max(gl.abs(hidden), axis=0)
-                if WGS == 2:
-                    kept.index(WG).slice(0, NT, 1).store(hidden)
-                    acc4, slot, phase = _fp4_product(g.k_up, slot, phase, ring, WG, C)
-                    hidden = _swiglu(_row_scaled(acc4, scale + 128), g.limit4, NT)
-                    amax = gl.maximum(amax, gl.max(gl.abs(hidden), axis=0))
-                _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax4, amax_full, NT, WG, C)
-                turn += 1
-            else:
-                acc4, slot, phase = _fp4_product(g.k_down4, slot, phase, ring, WG, C)
-                scale = rs2 + (expert * g.down4 * HALVES + block) * (WGS * 64) + WG * 64
-                _finish_down(_row_scaled(acc4, scale), out, row, rows, (block * WGS + WG) * 64, C)
+            slot, phase, turn = _routed_tile(
+                tile, steps, rs, out, slot, phase, turn, ring, kept, amax4, amax_full, WG, C
+            )
         ticket, tslot, tphase = _receive(tickets, tslot, tphase, 4)
 
 
-@gluon.jit(do_not_specialize=["run", "capacity", "row_capacity"])
+@gluon.jit(do_not_specialize=["run", "capacity", "row_capacity", "k_up", "k_down4", "k_down8"])
 def folded_moe(
     codes1,
     exps1,
@@ -616,6 +706,9 @@ def folded_moe(
     run,
     capacity,
     row_capacity,
+    k_up,
+    k_down4,
+    k_down8,
     C: gl.constexpr,
 ):
     """See the module.
@@ -627,6 +720,8 @@ def folded_moe(
         h, hs, d: hidden vectors, their scales ``[column block, row]``, down products float32 ``[row, H]``.
         control: the control block (``workspace.py``). error: four words of host memory.
         run: 1 routed tiles, 2 shared tiles, 3 both. capacity, row_capacity: strides of the tile table and the scales.
+        k_up, k_down4, k_down8: the geometry's K steps as run-time numbers. With a single step known when it compiles,
+            ptxas 12.8 leaves out a product's second descriptor (found with H 128 and I 64).
         C: the :class:`HopperConfig`.
     """
     NT: gl.constexpr = C.tokens
@@ -641,8 +736,8 @@ def folded_moe(
     tokens = gl.allocate_shared_memory(gl.float8e4nv, [ST, NX, 128], x4.layout)
     scales4 = gl.allocate_shared_memory(gl.float32, [ST, 1, max(NT, 32)], xs4.layout)
     scales8 = gl.allocate_shared_memory(gl.float32, [ST, 1, max(NTS, 32)], xs8.layout)
-    amax4 = gl.allocate_shared_memory(gl.float32, [2 * WGS, NT], plain)
-    amax8 = gl.allocate_shared_memory(gl.float32, [2 * WGS, NTS], plain)
+    amax4 = gl.allocate_shared_memory(gl.float32, [3 * WGS, NT], plain)
+    amax8 = gl.allocate_shared_memory(gl.float32, [3 * WGS, NTS], plain)
     values = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], plain)
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
@@ -659,6 +754,7 @@ def folded_moe(
     ring = (weights, offsets, tokens, scales4, scales8, full, empty)
     tickets = (values, ticket_full, ticket_empty)
     out = (h, hs, control + HEAD + 5 * capacity, row_capacity, d)
+    steps = (k_up, k_down4, k_down8)
     rs = (rs1, rs2)
     ws = (ws1, ws2)
     amax = (amax4, amax8)
@@ -668,8 +764,8 @@ def folded_moe(
         kept = gl.allocate_shared_memory(gl.float32, [2, 32, NX], gl.SwizzledSharedLayout(8, 1, NX // 16, [1, 0]))
         gl.warp_specialize(
             [
-                (_consumer, (rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),
-                (_consumer, (rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 1, C)),
+                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),
+                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 1, C)),
                 (_weights_producer, (copies, control, capacity, run, ring, tickets, C)),
                 (_tokens_producer, (inputs, control, capacity, run, error, ring, tickets, C)),
             ],
@@ -680,10 +776,10 @@ def folded_moe(
         kept = values
         gl.warp_specialize(
             [
-                (_consumer, (rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),
-                (_consumer, (rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 1, C)),
-                (_consumer, (rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 2, C)),
-                (_consumer, (rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 3, C)),
+                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),
+                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 1, C)),
+                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 2, C)),
+                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 3, C)),
                 (_weights_producer, (copies, control, capacity, run, ring, tickets, C)),
                 (_tokens_producer, (inputs, control, capacity, run, error, ring, tickets, C)),
             ],

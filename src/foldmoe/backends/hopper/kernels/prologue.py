@@ -174,8 +174,12 @@ def count_routes(
     BLOCK: tl.constexpr,
     ROUTES: tl.constexpr,
     VALID_TENSOR: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Large batches, first step: routes per expert in this block of ROUTES routes."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     valid = row_limit(valid_rows, VALID_TENSOR, M)
     counts = tl.zeros([EP], tl.int32)
     bad = tl.zeros([BLOCK], tl.int32)
@@ -205,23 +209,32 @@ def list_tiles(
     EP: tl.constexpr,
     NT: tl.constexpr,
     NTS: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     VALID_TENSOR: tl.constexpr,
     SHARED_TENSOR: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Second step, one program: the tile table; block counts become each block's first row for each expert."""
+    """Second step, one program: the tile table; block counts become each block's first row for each expert.
+
+    CHUNK blocks at a time, because one at a time their loads would wait for each other.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     valid = row_limit(valid_rows, VALID_TENSOR, M)
     begin, end = shared_range(shared_rows, SHARED_TENSOR, shared_begin, shared_end, valid, HAS_SHARED)
-    expert = tl.arange(0, EP)
+    expert = tl.arange(0, EP)[None, :]
+    lane = tl.arange(0, CHUNK)[:, None]
     counts = tl.zeros([EP], tl.int32)
-    for b in range(blocks):
-        counts += tl.load(block_counts + b * EP + expert)
+    for b in range(0, blocks, CHUNK):
+        counts += tl.sum(tl.load(block_counts + (b + lane) * EP + expert, mask=b + lane < blocks, other=0), 0)
     row = write_table(counts, control, capacity, aligned(M) if HAS_SHARED else 0, begin, end, NT, NTS, EP, 256)
-    for b in range(blocks):
-        at = block_counts + b * EP + expert
-        n = tl.load(at)
-        tl.store(at, row)
-        row += n
+    for b in range(0, blocks, CHUNK):
+        at = block_counts + (b + lane) * EP + expert
+        n = tl.load(at, mask=b + lane < blocks, other=0)
+        tl.store(at, row[None, :] + tl.cumsum(n, 0) - n, mask=b + lane < blocks)
+        row += tl.sum(n, 0)
 
 
 @triton.jit(do_not_specialize=["valid_rows", "M", "E", "row_capacity"])
@@ -246,11 +259,15 @@ def place_tokens(
     ROUTES: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     VALID_TENSOR: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Third step: quantise and store, as :func:`prologue` does, counting only within the block.
 
     ROUTES is a multiple of K: a token's routes lie in one block.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     valid = row_limit(valid_rows, VALID_TENSOR, M)
     m = tl.program_id(0) // PARTS
     if m < valid:
