@@ -2,6 +2,8 @@
 
 import torch
 
+from foldmoe.backends.hopper import pack
+
 MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
@@ -41,18 +43,18 @@ def decode_units(packed, expert):
     thread = torch.arange(128)
     warp, lane = thread // 32, thread % 32
     g, t = lane // 4, lane % 4
+    order = pack.column_order()
     for v in range(2):  # a thread's two 16-byte loads: v * 2048 + thread * 16
         load = units[..., v * 2048 : (v + 1) * 2048].reshape(blocks, steps, 4, 128, 16).contiguous()
         words = load.view(torch.int32).long() & 0xFFFFFFFF  # b kb wg thread (s, h)
         for s in range(2):
             for h in range(2):
-                group = v * 2 + s
-                offset = offsets[..., warp * 64 + g * 8 + h * 4 + group]
+                offset = offsets[..., warp * 64 + g * 8 + t * 2 + h]
                 values = e4m3(upcast(words[..., s * 2 + h], offset))  # b kb wg thread 8
                 row = warp * 16 + h * 8 + g
                 for n in range(8):
-                    # operand registers: columns t * 4 .. +3 of the first 16 of this 32, then of the second
-                    column = group * 32 + n // 4 * 16 + t * 4 + n % 4
+                    # operand registers: positions t * 4 .. +3 of the first 16 of this 32, then of the second
+                    column = order[(v * 2 + s) * 32 + n // 4 * 16 + t * 4 + n % 4]
                     dense[:, :, row, :, column] = values[..., n].permute(3, 0, 2, 1)
     return dense.view(blocks * 256, steps * 128) * references[:, None]
 

@@ -77,7 +77,10 @@ def check(m, k, experts, hidden, shared, valid, shared_rows, ids_dtype, x_dtype,
     assert torch.equal(b.pos.view(-1)[: m * k].view(m, k).where(live, torch.tensor(-1)).long(), want.position)
     for row, token in enumerate(want.rows.tolist()):
         if 0 <= token < valid:
-            assert torch.equal(b.xq[row].view(torch.uint8), want.values[token].view(torch.uint8)), (row, token)
+            values = want.values[token].view(torch.uint8)
+            if row >= (m if shared else 0):
+                values = values.view(-1, 128)[:, pack.column_order()].flatten()
+            assert torch.equal(b.xq[row].view(torch.uint8), values), (row, token)
             assert torch.equal(b.xs[:, row], want.scales[token]), (row, token)
     bad = int(((ids[:valid] < -1) | (ids[:valid] >= experts)).sum())
     assert int(layer.strays) == bad

@@ -59,6 +59,7 @@ class HopperConfig:
     Args:
         geometry: the layer.
         tokens: columns of a routed token tile (8 .. 128).
+        tail: columns of the products of a tile with so few rows; 0 where that saves nothing.
         shared_tokens: columns of a shared token tile.
         warpgroups: consumer warpgroups: 4 with small token tiles, 2 with large ones.
         stages: slots of the ring.
@@ -68,6 +69,7 @@ class HopperConfig:
 
     geometry: Geometry
     tokens: int
+    tail: int
     shared_tokens: int
     warpgroups: int
     stages: int
@@ -86,9 +88,10 @@ class HopperConfig:
 
     def describe(self) -> str:
         """One line for people (``str`` is the compiled kernel's cache key and names every field)."""
+        tail = f" ({self.tail})" if self.tail else ""
         return (
-            f"tokens {self.tokens}/{self.shared_tokens}, {self.warpgroups} warpgroups x {self.registers} registers, "
-            f"{self.stages} stages{', deep' if self.deep else ''}"
+            f"tokens {self.tokens}{tail}/{self.shared_tokens}, {self.warpgroups} warpgroups x {self.registers} "
+            f"registers, {self.stages} stages{', deep' if self.deep else ''}"
         )
 
 
@@ -112,7 +115,8 @@ def build(geometry: Geometry, tokens: int, shared_tokens: int, warpgroups: int) 
     room = _SHARED_MEMORY - fixed_bytes(tokens, shared_tokens, warpgroups)
     stages = min(8, room // slot_bytes(tokens, shared_tokens, warpgroups))
     small = warpgroups == 4
-    return HopperConfig(geometry, tokens, shared_tokens, warpgroups, stages, small, 112 if small else 232)
+    tail = tokens // 2 if tokens >= 64 else 0
+    return HopperConfig(geometry, tokens, tail, shared_tokens, warpgroups, stages, small, 112 if small else 232)
 
 
 def choose(geometry: Geometry, rows: int, routes_per_row: float, experts: int) -> HopperConfig:

@@ -6,6 +6,9 @@ follow each other, four units a step. An up projection's block takes 128 gate ro
 
 MXFP4 unit: 4096 bytes of codes, in which a thread's 16-byte load is its ``wgmma`` operand, and 256 exponent offsets
 relative to the row's reference. FP8 unit: 64 rows of 128 bytes, and one scale per 8 rows and column group.
+
+A routed product's columns are permuted within a step (:func:`column_order`), tokens and hidden vectors alike, so that
+all of a thread's codes of one row have one scale: a table a row, not one for every 32 columns.
 """
 
 from __future__ import annotations
@@ -47,6 +50,17 @@ def row_order(rows: int, interleaved: bool, device: torch.device | str = "cpu") 
     group, lane = packed // 8, packed % 8
     feature = group // 2 * 8 + lane
     return torch.where(feature < width, feature + group % 2 * width, torch.full_like(packed, rows))
+
+
+def column_order() -> Tensor:
+    """Stored column at each of the 128 positions of a routed step.
+
+    An operand's lane t holds positions ``j * 32 + s * 16 + t * 4 + i`` (j < 4, s < 2, i < 4): stored columns
+    ``t * 32 + j * 8 + s * 4 + i``, all of one group of 32.
+    """
+    position = torch.arange(128)
+    j, s, t, i = position // 32, position // 16 % 2, position // 4 % 4, position % 4
+    return t * 32 + j * 8 + s * 4 + i
 
 
 @dataclass
@@ -231,20 +245,19 @@ def pick_rows(matrix: Tensor, order: Tensor, rows: int) -> Tensor:
 def _pack_codes(rows: Tensor) -> Tensor:
     """``[blocks * 256, K/2]`` bytes to units: words of 8 codes, magnitudes in table order, signs where they are used.
 
-    Word bytes R0 R1 (first 16 columns) R2 R3 (second 16): nibble n selects output byte n; bit 7 of byte i is the sign
-    of column i of the first four, bit 3 of the second.
+    A word is eight stored columns: nibble n selects output byte n; bit 7 of byte i is the sign of column i of the first
+    four, bit 3 of the second.
     """
     blocks, steps = rows.shape[0] // 256, rows.shape[1] // 64
-    pairs = rows.contiguous().view(torch.int16).view(blocks, 4, 4, 2, 8, steps, 2, 2, 2, 4)  # b wg w h g kb v s c t
-    words = pairs.permute(0, 5, 1, 6, 2, 4, 9, 7, 3, 8).contiguous().view(torch.int32)  # b kb wg v w g t s h
+    words = rows.contiguous().view(torch.int32).view(blocks, 4, 4, 2, 8, steps, 4, 2, 2)  # b wg w h g kb t v s
+    words = words.permute(0, 5, 1, 7, 2, 4, 6, 8, 3).contiguous()  # b kb wg v w g t s h
     return _sign_words(words, _SIGNS).view(torch.uint8).view(blocks, steps, 4, 4096)
 
 
 def _unpack_codes(units: Tensor) -> Tensor:
     blocks, steps = units.shape[:2]
     words = _sign_words(units.contiguous().view(torch.int32).view(blocks, steps, 4, 2, 4, 8, 4, 2, 2), _SIGNS_BACK)
-    pairs = words.contiguous().view(torch.int16).view(blocks, steps, 4, 2, 4, 8, 4, 2, 2, 2)  # b kb wg v w g t s h c
-    rows = pairs.permute(0, 2, 4, 8, 5, 1, 3, 7, 9, 6).contiguous()  # b wg w h g kb v s c t
+    rows = words.permute(0, 2, 4, 8, 5, 1, 6, 3, 7).contiguous()  # b wg w h g kb t v s
     return rows.view(torch.uint8).view(blocks * 256, steps * 64)
 
 
@@ -264,10 +277,10 @@ def _sign_words(words: Tensor, moves: tuple[tuple[int, int], ...]) -> Tensor:
 
 def _pack_offsets(rows: Tensor) -> Tensor:
     blocks, steps = rows.shape[0] // 256, rows.shape[1] // 4
-    return rows.view(blocks, 4, 4, 2, 8, steps, 4).permute(0, 5, 1, 2, 4, 3, 6).contiguous()  # b kb wg w g h group
+    return rows.view(blocks, 4, 4, 2, 8, steps, 4).permute(0, 5, 1, 2, 4, 6, 3).contiguous()  # b kb wg w g t h
 
 
 def _unpack_offsets(units: Tensor) -> Tensor:
     blocks, steps = units.shape[:2]
-    rows = units.reshape(blocks, steps, 4, 4, 8, 2, 4).permute(0, 2, 3, 5, 4, 1, 6).contiguous()
+    rows = units.reshape(blocks, steps, 4, 4, 8, 4, 2).permute(0, 2, 3, 6, 4, 1, 5).contiguous()
     return rows.view(blocks * 256, steps * 4)

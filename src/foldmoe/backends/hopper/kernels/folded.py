@@ -336,29 +336,33 @@ def _upcast(codes, offsets, dot_layout: gl.constexpr):
         [16, 256],
     )
     SL: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4]], [[0, 0], [0, 0], [0, 8], [0, 16], [0, 32]], [[0, 64], [0, 128]], [], [1, 256]
+        [[0, 1]], [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]], [[0, 64], [0, 128]], [], [1, 256]
     )
     q = codes.load(QL).reshape([2, 4, 8, 4, 2, 2, 4])  # v w g t s h i
-    q = q.permute((1, 5, 2, 0, 4, 3, 6)).reshape([64, 4, 16])  # (w h g) (v s) (t i)
-    s = offsets.load(SL).reshape([4, 8, 2, 4]).permute((0, 2, 1, 3)).reshape([64, 4])
-    s = gl.convert_layout(s, gl.SliceLayout(2, q.type.layout), assert_trivial=True).to(gl.int32)
-    low = (s * 0x08080800 + 0x14100800).expand_dims(2)
-    high = (s * 0x08080808 + 0x24201C18).expand_dims(2)
+    q = q.permute((1, 5, 2, 0, 4, 3, 6)).reshape([64, 4, 4, 4])  # (w h g) (v s) t i
+    s = offsets.load(SL).reshape([4, 8, 4, 2]).permute((0, 3, 1, 2)).reshape([64, 4])  # (w h g) t
+    s = gl.convert_layout(s, gl.SliceLayout(1, gl.SliceLayout(3, q.type.layout)), assert_trivial=True).to(gl.int32)
+    low = (s * 0x08080800 + 0x14100800).expand_dims(1).expand_dims(3)
+    high = (s * 0x08080808 + 0x24201C18).expand_dims(1).expand_dims(3)
     a, b = gl.inline_asm_elementwise(
         _UPCAST, "=r,=r,r,r,r,r,r,r,r,r,r", [q, low, high], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4
     )
-    ab = gl.join(a, b).permute((0, 1, 3, 2)).reshape([64, 128]).to(gl.float8e4nv, bitcast=True)
+    ab = (
+        gl.join(a.reshape([64, 4, 16]), b.reshape([64, 4, 16]))
+        .permute((0, 1, 3, 2))
+        .reshape([64, 128])
+        .to(gl.float8e4nv, bitcast=True)
+    )
     return gl.convert_layout(ab, dot_layout, assert_trivial=True)
 
 
 @gluon.jit
-def _fp4_product(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
+def _fp4_product(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """Sum over K of codes x tokens, promoted to float32 times the token's scale every 128 columns.
 
     Two steps a turn (an FP8 operand carried round the loop costs byte shuffles); an odd K has a last step of zeros.
     """
     weights, offsets, tokens, scales4, _scales8, full, empty = ring
-    NT: gl.constexpr = C.tokens
     WGS: gl.constexpr = C.warpgroups
     ST: gl.constexpr = C.stages
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, NT, 32])
@@ -465,12 +469,18 @@ def _swiglu(acc, LIMIT: gl.constexpr, NT: gl.constexpr):
 
 
 @gluon.jit
-def _store_hidden(hidden, h, row, rows, column, inverse, NT: gl.constexpr, C: gl.constexpr):
+def _store_hidden(hidden, h, row, rows, column, inverse, NT: gl.constexpr, ROUTED: gl.constexpr, C: gl.constexpr):
+    """32 features of a block from ``column`` on; a routed tile's in the order of ``pack.column_order``."""
     HL: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     q = gl.convert_layout((hidden * inverse.expand_dims(0)).to(gl.float8e4nv), HL)
     token = gl.arange(0, NT, gl.SliceLayout(0, HL))
     feature = gl.arange(0, 32, gl.SliceLayout(1, HL))
-    at = h + (row + token).to(gl.int64).expand_dims(0) * C.geometry.h_stride + (column + feature).expand_dims(1)
+    if ROUTED:
+        place = column // 128 * 128 + column % 128 // 32 * 4
+        place += feature // 8 * 32 + feature // 4 % 2 * 16 + feature % 4
+    else:
+        place = column + feature
+    at = h + (row + token).to(gl.int64).expand_dims(0) * C.geometry.h_stride + place.expand_dims(1)
     gl.store(at, q, mask=(token < rows).expand_dims(0))
 
 
@@ -488,6 +498,7 @@ def _finish_up(
     amax_bufs,
     amax_full,
     NT: gl.constexpr,
+    ROUTED: gl.constexpr,
     WG: gl.constexpr,
     C: gl.constexpr,
 ):
@@ -495,13 +506,13 @@ def _finish_up(
     h, hs, done, row_capacity, _d = out
     WGS: gl.constexpr = C.warpgroups
     half = turn & 1
-    amax_bufs.index(half * WGS + WG).store(amax)
+    amax_bufs.index(half * WGS + WG).slice(0, NT).store(amax)
     _barrier()
     mbarrier.arrive(amax_full, count=1)
     mbarrier.wait(amax_full, half)
     for other in gl.static_range(WGS):
         if other != WG:
-            amax = gl.maximum(amax, amax_bufs.index(half * WGS + other).load(amax.type.layout))
+            amax = gl.maximum(amax, amax_bufs.index(half * WGS + other).slice(0, NT).load(amax.type.layout))
     amax = gl.maximum(amax, 1e-4)
     bits = amax.to(gl.int32, bitcast=True)
     power = (bits >> 23) - 127 - 8 + gl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # ceil(log2(amax / 448))
@@ -509,10 +520,12 @@ def _finish_up(
     inverse = ((127 - power) << 23).to(gl.float32, bitcast=True)
     column = block * 128 + WG * 32
     if WGS == 2:
-        _store_hidden(hidden, h, row, rows, column + 64, inverse, NT, C)
-        _store_hidden(kept.index(WG).slice(0, NT, 1).load(hidden.type.layout), h, row, rows, column, inverse, NT, C)
+        _store_hidden(hidden, h, row, rows, column + 64, inverse, NT, ROUTED, C)
+        _store_hidden(
+            kept.index(WG).slice(0, NT, 1).load(hidden.type.layout), h, row, rows, column, inverse, NT, ROUTED, C
+        )
     else:
-        _store_hidden(hidden, h, row, rows, column, inverse, NT, C)
+        _store_hidden(hidden, h, row, rows, column, inverse, NT, ROUTED, C)
     if WG == 0:
         token = gl.arange(0, NT, scale.type.layout)
         gl.store(hs + block.to(gl.int64) * row_capacity + row + token, scale, mask=token < rows)
@@ -537,20 +550,21 @@ def _hidden_block(
     amax_bufs,
     amax_full,
     NT: gl.constexpr,
+    ROUTED: gl.constexpr,
     WG: gl.constexpr,
     C: gl.constexpr,
 ):
     """A pass's part of one 128-column block: kept until the last pass of this warpgroup, which finishes the block."""
     amax = gl.max(gl.abs(hidden), axis=0)
     if C.halves == 1:
-        _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax_bufs, amax_full, NT, WG, C)
+        _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax_bufs, amax_full, NT, ROUTED, WG, C)
         turn += 1
     elif half == 0:
         kept.index(WG).slice(0, NT, 1).store(hidden)
-        amax_bufs.index(2 * C.warpgroups + WG).store(amax)
+        amax_bufs.index(2 * C.warpgroups + WG).slice(0, NT).store(amax)
     else:
-        amax = gl.maximum(amax, amax_bufs.index(2 * C.warpgroups + WG).load(amax.type.layout))
-        _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax_bufs, amax_full, NT, WG, C)
+        amax = gl.maximum(amax, amax_bufs.index(2 * C.warpgroups + WG).slice(0, NT).load(amax.type.layout))
+        _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax_bufs, amax_full, NT, ROUTED, WG, C)
         turn += 1
     return turn
 
@@ -582,26 +596,38 @@ def _late(value):
 
 @gluon.jit
 def _routed_tile(
-    tile, steps, rs, out, slot, phase, turn, ring, kept, amax, amax_full, WG: gl.constexpr, C: gl.constexpr
+    tile,
+    steps,
+    rs,
+    out,
+    slot,
+    phase,
+    turn,
+    ring,
+    kept,
+    amax,
+    amax_full,
+    NT: gl.constexpr,
+    WG: gl.constexpr,
+    C: gl.constexpr,
 ):
     """One tile of routed experts. One copy of the K loop serves both projections: the code must stay small (a kernel
     with one a case stalled a fifth of its time on instruction fetches).
     """
     g: gl.constexpr = C.geometry
-    NT: gl.constexpr = C.tokens
     WGS: gl.constexpr = C.warpgroups
     HALVES: gl.constexpr = C.halves
     up, expert, block, row, rows, counter = tile
     k_up, k_down4, _k_down8 = steps
     rs1, rs2 = rs
     for half in range(gl.where(up, HALVES, 1)):
-        acc, slot, phase = _fp4_product(gl.where(up, k_up, k_down4), slot, phase, ring, WG, C)
+        acc, slot, phase = _fp4_product(gl.where(up, k_up, k_down4), slot, phase, ring, NT, WG, C)
         first, column = _late(row), _late(block)
         if up:
             scale = rs1 + (expert * g.up4 + column) * 256 + (half * WGS + WG) * 64
             hidden = _swiglu(_row_scaled(acc, scale), g.limit4, NT)
             turn = _hidden_block(
-                hidden, half, out, first, rows, column, counter, turn, kept, amax, amax_full, NT, WG, C
+                hidden, half, out, first, rows, column, counter, turn, kept, amax, amax_full, NT, True, WG, C
             )
         else:
             scale = rs2 + (expert * g.down4 * HALVES + column) * (WGS * 64) + WG * 64
@@ -631,7 +657,7 @@ def _shared_tile(
         if up:
             hidden = _swiglu(acc, g.limit8, NT)
             turn = _hidden_block(
-                hidden, half, out, first, rows, column, counter, turn, kept, amax, amax_full, NT, WG, C
+                hidden, half, out, first, rows, column, counter, turn, kept, amax, amax_full, NT, False, WG, C
             )
         else:
             _finish_down(acc, out, first, rows, (column * WGS + WG) * 64, C)
@@ -672,9 +698,18 @@ def _consumer(
                     tile, steps, ws, out, slot, phase, turn, ring, kept, amax8, amax_full, WG, C
                 )
         else:
-            slot, phase, turn = _routed_tile(
-                tile, steps, rs, out, slot, phase, turn, ring, kept, amax4, amax_full, WG, C
-            )
+            if C.tail == 0:
+                slot, phase, turn = _routed_tile(
+                    tile, steps, rs, out, slot, phase, turn, ring, kept, amax4, amax_full, C.tokens, WG, C
+                )
+            elif rows <= C.tail:
+                slot, phase, turn = _routed_tile(
+                    tile, steps, rs, out, slot, phase, turn, ring, kept, amax4, amax_full, C.tail, WG, C
+                )
+            else:
+                slot, phase, turn = _routed_tile(
+                    tile, steps, rs, out, slot, phase, turn, ring, kept, amax4, amax_full, C.tokens, WG, C
+                )
         ticket, tslot, tphase = _receive(tickets, tslot, tphase, 4)
 
 

@@ -6,10 +6,10 @@ counted in blocks first (:func:`count_routes`), the blocks' prefixes and the til
 tokens count only within their block.
 
 Rows of the sorted buffer: the shared expert's, one a token in token order (where there is a shared expert), then routes
-by (expert, token, k). Every expert starts at a multiple of ``ROW_ALIGN`` rows, because a tile's scales, four bytes a
-row, are copied by TMA, which reads from multiples of 16 bytes only. Rows in the gaps are never written: a tile may copy
-them, but only as columns that it does not store. For the same reason shared tiles start at the shared range's first row
-rounded down: the rows before it are computed and never read.
+by (expert, token, k), whose columns are in the order of ``pack.column_order``. Every expert starts at a multiple of
+``ROW_ALIGN`` rows, because a tile's scales, four bytes a row, are copied by TMA, which reads from multiples of 16 bytes
+only. Rows in the gaps are never written: a tile may copy them, but only as columns that it does not store. For the same
+reason shared tiles start at the shared range's first row rounded down: the rows before it are computed and never read.
 """
 
 import triton
@@ -25,6 +25,7 @@ from foldmoe.backends.hopper.kernels.routes import (
     rows_in_block,
     rows_of_all,
     shared_range,
+    stored_column,
     write_table,
 )
 
@@ -56,8 +57,9 @@ def _token(
     HAS_STARTS: tl.constexpr,
 ):
     """One token's part of its columns: find its routes' rows, quantise, store to every row."""
-    column = part * (G * 128) + tl.arange(0, G * 128)
-    inside = column < H
+    position = part * (G * 128) + tl.arange(0, G * 128)
+    column = stored_column(position)
+    inside = position < H
     q, scale = quantise(x + m.to(tl.int64) * H, column, H, G)
     step = part * G + tl.arange(0, G)
     if HAS_SHARED:
@@ -78,7 +80,7 @@ def _token(
         for i in tl.static_range(K):
             to = tl.sum(tl.where(k == i, row, 0), 0)
             if to >= 0:
-                tl.store(xq + to.to(tl.int64) * H + column, q, mask=inside)
+                tl.store(xq + to.to(tl.int64) * H + position, q, mask=inside)
                 tl.store(xs + step.to(tl.int64) * row_capacity + to, scale, mask=step * 128 < H)
 
 

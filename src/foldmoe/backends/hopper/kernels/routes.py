@@ -90,8 +90,18 @@ def shared_range(shared_rows, IS_TENSOR: tl.constexpr, begin, end, valid, HAS_SH
 
 
 @triton.jit
+def stored_column(position):
+    """Stored column at each position of a routed row: ``pack.column_order`` in every 128."""
+    within = position // 4 % 4 * 32 + position // 32 % 4 * 8 + position // 16 % 2 * 4 + position % 4
+    return position // 128 * 128 + within
+
+
+@triton.jit
 def quantise(x, column, H, G: tl.constexpr):
-    """G groups of 128 columns of one token to E4M3 and power-of-two scales; amax floored at 1e-4, NaN kept."""
+    """G groups of 128 columns of one token to E4M3 and power-of-two scales; amax floored at 1e-4, NaN kept.
+
+    ``column`` may be in any order within a group.
+    """
     inside = column < H
     v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     v = tl.reshape(v, [G, 128])
