@@ -123,7 +123,12 @@ def test_compile_sees_one_op(layer: FoldedMoE) -> None:
 
 
 def test_the_layer_says_what_it_is(layer: FoldedMoE, weights: tuple[ExpertWeights, ExpertWeights]) -> None:
-    assert layer.stats() == {"layer": "layers.7.ffn", "arm": "native", "backend": "torch"}
+    assert layer.stats() == {
+        "layer": "layers.7.ffn",
+        "arm": "native",
+        "backend": "torch",
+        "fold_rows": ((0, None),),
+    }
     assert "layers.7.ffn: native on torch" in repr(layer)
     assert layer.memory()["weights"] == sum(part.nbytes for part in weights)
 

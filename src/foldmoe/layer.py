@@ -70,6 +70,7 @@ class FoldedMoE(torch.nn.Module):
         if plan.arm == "stock":
             raise ValueError(f"{plan.layer}: planned to stay with the engine's own layer: {'; '.join(plan.reasons)}")
         self.plan = plan
+        self.device = routed.device
         self.top_k = plan.spec.top_k
         self.experts = plan.placement.experts(plan.spec.routed.count)
         if len(self.experts) != routed.num_experts:
@@ -130,7 +131,7 @@ class FoldedMoE(torch.nn.Module):
         num_valid_tokens: int | Tensor | None = None,
         shared_rows: tuple[int, int] | Tensor | None = None,
     ) -> Tensor:
-        """y[m] = routed_scale * sum_k w[m,k] E[id[m,k]](x[m]) + s[m] S(x[m]), rounded once.
+        """``y[m] = routed_scale * sum_k w[m,k] E[id[m,k]](x[m]) + s[m] S(x[m])``, rounded once.
 
         Args:
             x: ``[M, H]`` bf16, fp16 or float32.
@@ -248,9 +249,10 @@ class FoldedMoE(torch.nn.Module):
         )
 
     def stats(self) -> dict[str, Any]:
-        """What ran: strategy, backend, and the backend's own counters."""
+        """What runs: strategy, backend, the token counts that fold, and the backend's own counters."""
         how = self.plan.strategy if self.plan.folded else self.plan.arm
-        return {"layer": self.plan.layer, "arm": how, "backend": self.plan.backend, **self.packed.stats()}
+        facts = {"layer": self.plan.layer, "arm": how, "backend": self.plan.backend, "fold_rows": self.plan.fold_rows}
+        return {**facts, **self.packed.stats()}
 
     def memory(self) -> dict[str, int]:
         """Bytes: packed weights, shared workspace, and what the unfolded layer holds as stored."""

@@ -50,7 +50,7 @@ def reference_moe(
     num_valid_tokens: int | None = None,
     shared_rows: tuple[int, int] | None = None,
 ) -> Tensor:
-    """y[m] = sum_k w[m,k] * E[id[m,k]](x[m]) + s[m] * S(x[m]), in float64.
+    """``y[m] = sum_k w[m,k] * E[id[m,k]](x[m]) + s[m] * S(x[m])``, in float64.
 
     Args:
         x: ``[M, H]``.

@@ -6,7 +6,7 @@
 | ``FOLDMOE_BACKEND`` | auto, torch, triton, hopper |
 | ``FOLDMOE_ACTIVATIONS`` | checkpoint, bf16, fp8, fp8_token |
 | ``FOLDMOE_ALLOW_REQUANTIZE`` | 1 lets the slot fold lower a shared expert's precision |
-| ``FOLDMOE_CACHE_DIR`` | where compiled kernels are kept |
+| ``FOLDMOE_CACHE_DIR`` | where kernels of this package are kept once compiled; Triton's own folder where not set |
 | ``FOLDMOE_STATE_DIR`` | where a server's ranks write what they run |
 """
 
@@ -63,3 +63,9 @@ def read(environment: Mapping[str, str] | None = None) -> Settings:
         raise ValueError(f"{PREFIX.rstrip('_')} environment: {error}") from error
     paths = {field: Path(found[name]) for name, field in _PATHS.items() if found.get(name)}
     return Settings(policy, **paths)
+
+
+def cache_dir() -> Path | None:
+    """``FOLDMOE_CACHE_DIR`` alone: a misspelt variable is told by :func:`read`, not by the first launch of a kernel."""
+    found = os.environ.get(f"{PREFIX}CACHE_DIR")
+    return Path(found) if found else None

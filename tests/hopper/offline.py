@@ -8,37 +8,10 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
 
-
-class StandIn:
-    """A driver that only answers what the compiler asks."""
-
-    class utils:  # noqa: N801
-        @staticmethod
-        def get_device_properties(device):
-            return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=0):
-        return 0
-
-    def get_device_interface(self):
-        return torch.cuda
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, kind):
-        return kind
+from foldmoe.runtime.offline import standing_in
 
 
 @dataclass(frozen=True)
@@ -58,7 +31,6 @@ def compile_config(config):
     """The folded launch for ``config`` on sm_90."""
     from foldmoe.backends.hopper.kernels.folded import folded_moe
 
-    driver.set_active(StandIn())
     nt, nts, wgs = config.tokens, config.shared_tokens, config.warpgroups
     byte = torch.zeros(4096, 256, dtype=torch.uint8)
     fp8 = torch.zeros(4096, 256).to(torch.float8_e4m3fn)
@@ -72,34 +44,35 @@ def compile_config(config):
     tokens = []
     for n in (nt, nts):
         tokens += [describe(fp8, [n, 128], 128, 8), describe(wide, [1, max(n, 32)], 0, 32)] * 2
-    return folded_moe.warmup(
-        codes,
-        offsets,
-        codes,
-        offsets,
-        shared,
-        shared,
-        *tokens,
-        wide,
-        wide,
-        wide,
-        wide,
-        fp8,
-        wide,
-        wide,
-        word,
-        word,
-        3,
-        512,
-        1024,
-        config.geometry.k_up,
-        config.geometry.k_down4,
-        config.geometry.k_down8,
-        config,
-        grid=(132,),
-        num_warps=4,
-        maxnreg=config.launch_registers,
-    )
+    with standing_in("cuda", "sm_90"):
+        return folded_moe.warmup(
+            codes,
+            offsets,
+            codes,
+            offsets,
+            shared,
+            shared,
+            *tokens,
+            wide,
+            wide,
+            wide,
+            wide,
+            fp8,
+            wide,
+            wide,
+            word,
+            word,
+            3,
+            512,
+            1024,
+            config.geometry.k_up,
+            config.geometry.k_down4,
+            config.geometry.k_down8,
+            config,
+            grid=(132,),
+            num_warps=4,
+            maxnreg=config.launch_registers,
+        )
 
 
 def report(kernel):

@@ -128,4 +128,4 @@ def test_nothing_to_run_gives_zeros():
     empty = Call(torch.ones(0, 256), torch.zeros(0, 2, dtype=torch.int64), torch.ones(0, 2))
     assert layer.forward(empty, folded=True).shape == (0, 256)
     assert layer.forward_shared(empty).dtype == torch.float32
-    assert layer.stats() == {"ids_out_of_range": 0, "config": None}
+    assert layer.stats() == {"ids_out_of_range": 0, "config": None, "tuned": 0, "heuristic": 0}

@@ -1,10 +1,11 @@
 """Times on a Hopper GPU, for developers: every arm against the floor, then other tiles and prologues.
 
-    python -m tests.hopper.tune [--tune] [SHAPE:M,M,.. ..]      # A:1,8,32,128,512,2048 B:1,8,32,128,512,2048
+    python -m tests.hopper.tune [--tune [--write]] [SHAPE:M,M,.. ..]    # A:1,8,32,128,512,2048 B:1,8,32,128,512,2048
 
 Microseconds a layer over CUDA-graph replays of eight batches and two sets of weights, every kernel included. fold: one
 launch; serial: routed, then shared; dual: both at once on two streams; pro: the prologue alone. ratio: fold / floor, a
-floor being the larger of bytes at 4.62 TB/s and FLOPs at 1427 TFLOP/s.
+floor being the larger of bytes at 4.62 TB/s and FLOPs at 1427 TFLOP/s. --write puts tiles that beat the heuristic's by
+more than 1 % into the package's table of measured tiles.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from statistics import median
 import torch
 
 from foldmoe.backends.base import Call
-from foldmoe.backends.hopper import heuristics, launch
+from foldmoe.backends.hopper import heuristics, launch, tuned
 from foldmoe.backends.hopper.batch import BOTH, ROUTED, SHARED, Weights
 from foldmoe.backends.hopper.packing import pack_layer
 from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.moe import Activation, ExpertWeights
+from tests.hopper import tuned_table
 
 TOP_K = 6
 SHAPES = {"A": (256, 256, 4096, 2048), "B": (32, 256, 4096, 2048), "D": (48, 384, 7168, 3072)}
@@ -109,7 +111,7 @@ def arm(weights: list[Weights], point: Point, **options: object) -> float:
 
 def prologue(weights: list[Weights], point: Point) -> float:
     def one(w: Weights, call: Call) -> None:
-        launch.Step(w, call, launch.choose(w, call, point.share), BOTH, False).prologue()
+        launch.Step(w, call, launch.choose(w, call, point.share).config, BOTH, False).prologue()
 
     return replay([partial(one, w, call) for w, call in zip(weights * len(point.calls), point.calls, strict=False)])
 
@@ -162,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("points", nargs="*", default=["A:1,8,32,128,512,2048", "B:1,8,32,128,512,2048"])
     parser.add_argument("--tune", action="store_true", help="other tiles and prologues instead of other arms")
+    parser.add_argument("--write", action="store_true", help="keep what beats the heuristic in tuned.json")
     options = parser.parse_args()
     asked = [(name, sizes) for name, _, sizes in (p.partition(":") for p in options.points)]
     points = [Point(name, int(m)) for name, sizes in asked for m in sizes.split(",")]
@@ -173,12 +176,14 @@ def main() -> None:
             held = ((), [])
             held = ((experts, hidden, width), [layer(experts, hidden, width) for _ in range(2)])
         weights = held[1]
-        chosen = launch.choose(weights[0], point.calls[0], point.share)
+        chosen = launch.choose(weights[0], point.calls[0], point.share).config
         fold = arm(weights, point)
         print(f"{point.shape} M {point.tokens:5d} floor {point.floor:7.1f} fold {fold:7.1f}", end=" ")
         print(f"ratio {fold / point.floor:.2f} pro {prologue(weights, point):.1f}  {chosen.describe()}", flush=True)
         if options.tune:
-            tune(weights, point, failed)
+            best = tune(weights, point, failed)
+            if options.write:
+                write(weights[0], point, best)
         else:
             serial = arm(weights, point, launches=(ROUTED, SHARED))
             dual = arm(weights, point, launches=(ROUTED, SHARED), side=torch.cuda.Stream())
@@ -186,8 +191,21 @@ def main() -> None:
             print(f"    serial {serial:.1f} dual {dual:.1f} fold without dependent launch {alone:.1f}", flush=True)
 
 
-def tune(weights: list[Weights], point: Point, failed: set[heuristics.HopperConfig]) -> None:
-    configs = [c for c in candidates(weights[0].geometry, point) if c not in failed]
+def write(layer: Weights, point: Point, times: dict[heuristics.HopperConfig, float]) -> None:
+    experts, total, _, _ = SHAPES[point.shape]
+    usual = heuristics.choose(layer.geometry, point.tokens, TOP_K * point.share, experts)
+    routes = point.tokens * TOP_K / total
+    kept = tuned_table.merge(tuned.table(), layer, routes, times, usual)
+    tuned.TABLE.write_text(tuned_table.text(kept))
+    tuned.table.cache_clear()
+
+
+def tune(
+    weights: list[Weights], point: Point, failed: set[heuristics.HopperConfig]
+) -> dict[heuristics.HopperConfig, float]:
+    geometry, (experts, _, _, _) = weights[0].geometry, SHAPES[point.shape]
+    usual = heuristics.choose(geometry, point.tokens, TOP_K * point.share, experts)
+    configs = [c for c in dict.fromkeys([usual, *candidates(geometry, point)]) if c not in failed]
     best = dict.fromkeys(configs, inf)
     for _ in range(2):  # the card drifts: take turns
         for config in configs:
@@ -200,6 +218,7 @@ def tune(weights: list[Weights], point: Point, failed: set[heuristics.HopperConf
             heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK = small, block
             print(f"    prologue, one kernel up to {small} routes, blocks of {block}: {prologue(weights, point):.1f}")
     heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK = kept
+    return best
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
@@ -48,6 +49,9 @@ class Fake:
     def fold_rows(self, spec: LayerSpec, device: Device) -> tuple[tuple[int, int | None], ...]:
         return self.rows
 
+    def tiles(self, spec: LayerSpec, device: Device) -> str:
+        return ""
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
@@ -60,7 +64,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 def test_native_is_taken_where_a_backend_runs_the_layer_as_stored(fake: Fake) -> None:
     plan = plan_layer(SPEC, device="cpu", placement=Placement(2, 0, 2, 0))
     assert (plan.strategy, plan.arm, plan.backend, plan.activations) == ("native", "folded", "fake", "fp8")
-    assert plan.reasons == ()
+    assert plan.reasons == (
+        "fake: folds at 0 to 16, 512 or more tokens; otherwise two streams over the same weights, which measured "
+        "faster (native by name folds always)",
+    )
     assert fake.asked == SPEC.local(Placement(2, 0, 2, 0))
     assert (plan.bytes_before, plan.extra_bytes) == (fake.asked.nbytes, 1000)
 
@@ -69,6 +76,21 @@ def test_folding_may_pay_at_some_batch_sizes_only(fake: Fake) -> None:
     plan = plan_layer(SPEC, device="cpu")
     assert [plan.folds_at(tokens) for tokens in (0, 16, 17, 511, 512, 9999)] == [True, True, False, False, True, True]
     assert not replace(plan, arm="serial").folds_at(1)
+
+
+def test_native_by_name_folds_at_every_batch_size(fake: Fake) -> None:
+    plan = plan_layer(SPEC, FusionPolicy("native"), device="cpu")
+    assert all(plan.folds_at(tokens) for tokens in (0, 17, 511))
+    assert plan.reasons == ()
+
+
+@pytest.mark.parametrize("device", ["h200", "mi355x"])
+def test_the_triton_backend_folds_small_batches_and_says_so(device: str) -> None:
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: the backend is unavailable whatever the device")
+    plan = plan_layer(SPEC, FusionPolicy(backend="triton"), device=device)
+    assert (plan.strategy, plan.fold_rows) == ("native", ((0, 32),))
+    assert any(reason.startswith("triton: folds at 0 to 31 tokens") for reason in plan.reasons)
 
 
 def test_a_backend_that_cannot_hands_over_to_the_next_with_its_reasons(fake: Fake) -> None:

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from foldmoe.backends.triton import steps
-from foldmoe.backends.triton.config import Machine, choose
+from foldmoe.backends.triton.config import MACHINES, Machine, choose
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from foldmoe.backends.triton.layer import TritonLayer
 
 TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), Machine(108, 166912)),
-    "sm_90": (GPUTarget("cuda", 90, 32), Machine(132, 232448)),
-    "sm_100": (GPUTarget("cuda", 100, 32), Machine(148, 232448, most_tokens=32)),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), Machine(304, 65536, most_stages=2)),
-    "gfx950": (GPUTarget("hip", "gfx950", 64), Machine(256, 163840, most_stages=2)),
+    name: (GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32), machine)
+    for name, machine in MACHINES.items()
 }
 
 _TYPES = {

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from foldmoe.backends.triton import launch as launching
 from foldmoe.backends.triton.config import Machine, choose
+from foldmoe.runtime import kernels
 from foldmoe.runtime.workspace import ALIGNMENT, Carve
 from tests.triton.support import pack, weights
 
@@ -34,7 +35,7 @@ class Recorder:
 def test_a_compile_during_capture_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, x = Recorder(), {"x": torch.zeros(16)}
     launching.launch(kernel, (1,), x, {"tokens": 4}, BM=16)
-    monkeypatch.setattr(launching, "_capturing", lambda tensors: True)
+    monkeypatch.setattr(kernels, "capturing", lambda device: True)
     launching.launch(kernel, (1,), x, {"tokens": 4}, BM=16)
     with pytest.raises(RuntimeError, match="'up' would be compiled during a CUDA graph capture; warm up first"):
         launching.launch(kernel, (1,), x, {"tokens": 4}, BM=32)

@@ -77,12 +77,20 @@ class PackedLayer(ABC):
     def forward_shared(self, call: Call) -> Tensor:
         """The shared part alone, ``[M, H]`` float32 (rows that do not get it are zero); for a second stream."""
 
-    def forward_dual(self, call: Call, stream: torch.cuda.Stream) -> Tensor:
+    def forward_dual(self, call: Call, stream: torch.cuda.Stream | None) -> Tensor:
         """Routed experts on the current stream, the shared expert on ``stream``, then an add: what engines do unfolded.
+
+        Args:
+            call: checked arguments.
+            stream: None runs the same kernels one after the other: where they are only compiled, there are no streams.
 
         Returns:
             ``[M, H]`` in x's dtype.
         """
+        if stream is None:
+            shared = self.forward_shared(call)
+            routed = self.forward(replace(call, shared_rows=(0, 0)), folded=False)
+            return (routed.to(torch.float32) + shared).to(call.x.dtype)
         main = torch.cuda.current_stream(call.x.device)
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
@@ -129,6 +137,20 @@ class Backend(ABC):
     def packed_nbytes(self, spec: LayerSpec) -> int:
         """Bytes that the packed weights of ``spec`` (one rank's part) take; the stored bytes unless overridden."""
         return spec.nbytes
+
+    def outline(self, spec: LayerSpec, activations: ActivationPrecision, device: Device) -> PackedLayer | None:
+        """What ``spec`` (one rank's part) would pack to, without memory: meta tensors whose launches can be compiled.
+
+        None where nothing is ever compiled, as unless overridden.
+
+        Raises:
+            ValueError: too little is known of ``device`` to choose what would run there.
+        """
+        return None
+
+    def tiles(self, spec: LayerSpec, device: Device) -> str:
+        """How launches choose their tiles, one line for the plan; empty where there is nothing to say."""
+        return ""
 
     def fold_rows(self, spec: LayerSpec, device: Device) -> tuple[Rows, ...]:
         """Ranges of token counts where folding measured faster than two streams; everywhere unless overridden."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -138,6 +139,8 @@ def _expert_spec(stored: StoredSet, count: int, headers: Headers) -> ExpertSpec:
         count,
         stored.width,
         stored.format,
+        # As loaded: a block of rows that would reach over the boundary of gate and up is cut there.
+        (gcd(stored.format.block[0], stored.width), stored.format.block[1]),
         e8m0_scales=stored.down.e8m0_scales,
         float_bytes=bits // 8 if bits > 8 else 0,
     )

@@ -137,8 +137,9 @@ class CheckpointPlan:
         return f"{', '.join(parts)}, {self.extra_bytes:+,} B"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """For JSON: the kind of a result file, then the plan."""
         return {
+            "kind": "plan",
             "source": self.source,
             "device": self.device.name,
             "ep_size": self.placement.ep_size,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from foldmoe.moe.spec import ActivationPrecision, ExpertSpec, LayerSpec, Placement
 from foldmoe.planner import capability
 from foldmoe.planner.devices import Device, resolve
-from foldmoe.planner.plan import LayerPlan
+from foldmoe.planner.plan import LayerPlan, Rows
 from foldmoe.planner.policy import FusionPolicy
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def plan_layer(
             reasons=(*reasons, "no backend of ours runs this layer: the engine keeps it"),
             **common,
         )
-    common["bytes_after"] = backend.packed_nbytes(local)
+    common |= {"bytes_after": backend.packed_nbytes(local), "tiles": backend.tiles(local, found)}
     if spec.shared is None:
         return _plan(
             spec,
@@ -101,8 +101,8 @@ def plan_layer(
             reasons=(*reasons, f"the policy asks for the shared expert {_WHERE[policy.fold]}"),
             **common,
         )
-    rows = backend.fold_rows(local, found)
     if policy.fold in ("auto", "native"):
+        rows = backend.fold_rows(local, found) if policy.fold == "auto" else EVERYWHERE  # asked for by name: always
         return _plan(
             spec,
             placement,
@@ -110,7 +110,7 @@ def plan_layer(
             strategy="native",
             arm="folded",
             backend=backend.name,
-            reasons=reasons,
+            reasons=(*reasons, *_about_rows(backend, rows)),
             fold_rows=rows,
             **common,
         )
@@ -127,7 +127,7 @@ def plan_layer(
             **common,
         )
     slotted = replace(local, routed=replace(local.routed, count=local.routed.count + 1), shared=None)
-    common["bytes_after"] = backend.packed_nbytes(slotted)
+    common |= {"bytes_after": backend.packed_nbytes(slotted), "tiles": backend.tiles(slotted, found)}
     return _plan(
         spec,
         placement,
@@ -137,10 +137,26 @@ def plan_layer(
         backend=backend.name,
         reasons=reasons,
         requantize=spec.shared.format is not spec.routed.format,
-        fold_rows=rows,
+        fold_rows=EVERYWHERE,  # the shared expert is a routed one now: nothing is left to run beside
         padded_width=local.routed.width if spec.shared.width < spec.routed.width else None,
         **common,
     )
+
+
+EVERYWHERE: tuple[Rows, ...] = ((0, None),)
+"""``fold_rows`` of a layer that folds at any number of tokens."""
+
+
+def _about_rows(backend: Capability, rows: tuple[Rows, ...]) -> tuple[str, ...]:
+    """A line where the backend folds at some batch sizes only."""
+    if rows in ((), EVERYWHERE):
+        return ()
+    ranges = ", ".join(f"{start} or more" if end is None else f"{start} to {end - 1}" for start, end in rows)
+    reason = (
+        f"folds at {ranges} tokens; otherwise two streams over the same weights, which measured faster (native by name "
+        "folds always)"
+    )
+    return (f"{backend.name}: {reason}",)
 
 
 _WHERE = {"off": "after the routed experts", "dual": "on a second stream"}
@@ -191,9 +207,18 @@ def without_backend(plan: LayerPlan, reason: str, device: Device | torch.device 
         missing = candidate.unavailable(found)
         against = (missing,) if missing else candidate.supports(local, plan.activations)
         if not against:
-            rows = candidate.fold_rows(local, found) if plan.folded else ()
+            native = plan.folded and plan.strategy == "native"
+            rows = candidate.fold_rows(local, found) if native else plan.fold_rows
+            reasons += _about_rows(candidate, rows)
             after = candidate.packed_nbytes(local) if plan.strategy != "slot" else plan.bytes_after
-            return replace(plan, backend=candidate.name, reasons=tuple(reasons), fold_rows=rows, bytes_after=after)
+            return replace(
+                plan,
+                backend=candidate.name,
+                reasons=tuple(reasons),
+                fold_rows=rows,
+                bytes_after=after,
+                tiles=candidate.tiles(local, found),
+            )
         reasons += [f"{candidate.name}: {line}" for line in against]
     raise ValueError(f"{plan.layer}: no backend runs this layer: {'; '.join(reasons)}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from foldmoe.moe.spec import ActivationPrecision, LayerSpec, Placement
@@ -25,13 +25,16 @@ class LayerPlan:
         backend: name of the backend; "stock" where the engine keeps the layer.
         activations: precision of x and act(.).
         reasons: why each better strategy, backend or precision was refused, and other facts worth a line.
-        bytes_before: bytes of this layer's experts that one rank holds as stored, unfolded.
+        bytes_before: bytes of this layer's experts that one rank holds as stored, unfolded; a block of rows
+            that reaches over the boundary of gate and up has its scale on both sides.
         bytes_after: bytes that one rank holds under this plan.
         requantize: the shared expert is lowered to the routed format, because the user asked by name.
         padded_width: width that the shared expert is padded to; None: its own.
         fold_rows: ranges (start, end) of token counts where folding measured faster; outside them the layer runs
             dual-stream over the same packed weights. Empty for an unfolded layer.
         placement: where this rank stands.
+        tiles: how the backend chooses its tiles: from measurements on this device, or by a heuristic; no part of what
+            ranks agree on, as it changes no bits.
     """
 
     spec: LayerSpec
@@ -46,6 +49,7 @@ class LayerPlan:
     padded_width: int | None = None
     fold_rows: tuple[Rows, ...] = ()
     placement: Placement = field(default_factory=Placement)
+    tiles: str = ""
 
     @property
     def layer(self) -> str:
@@ -90,17 +94,20 @@ class LayerPlan:
         return hashlib.sha256(json.dumps(self.decision(), sort_keys=True).encode()).hexdigest()[:12]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the decision, its reasons and its bytes."""
+        """For JSON: the decision, its reasons and bytes, and how many routed experts each rank holds."""
+        place, count = self.placement, self.spec.routed.count
         return {
             **self.decision(),
             "reasons": list(self.reasons),
+            "tiles": self.tiles,
             "notes": list(self.spec.notes),
             "draft": self.spec.draft,
             "shared_gate": self.spec.shared_gate,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "extra_bytes": self.extra_bytes,
-            "placement": asdict(self.placement),
+            "placement": asdict(place),
+            "experts_by_rank": [len(replace(place, ep_rank=rank).experts(count)) for rank in range(place.ep_size)],
             "digest": self.digest,
         }
 

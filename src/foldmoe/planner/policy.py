@@ -14,8 +14,9 @@ class FusionPolicy:
     """How layers should be folded, as far as they can be.
 
     Args:
-        fold: ``auto`` takes the best strategy that keeps the stored precision; ``native`` and ``slot`` ask for one
-            (a layer that cannot is left serial, with the reason); ``dual`` runs the shared expert on a second stream,
+        fold: ``auto`` takes the best strategy that keeps the stored precision, and runs two streams at the batch sizes
+            where the backend measured them faster; ``native`` and ``slot`` ask for one, at every batch size (a layer
+            that cannot is left serial, with the reason); ``dual`` runs the shared expert on a second stream,
             ``off`` after the routed experts, both with our own kernels; ``stock`` leaves the engine's layer alone.
         allow_requantize: the slot fold may lower an FP8 or BF16 shared expert to the routed experts' format.
         activations: precision of x and act(.); ``checkpoint`` follows the checkpoint's own declaration.

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from foldmoe.backends.base import Backend, PackedLayer
-from foldmoe.backends.hopper import supports
+from foldmoe.backends.hopper import supports, tuned
 
 if TYPE_CHECKING:
     from foldmoe.moe import Activation, ExpertWeights, LayerSpec
@@ -44,6 +44,15 @@ class HopperBackend(Backend):
 
     def packed_nbytes(self, spec: LayerSpec) -> int:
         return supports.packed_nbytes(spec)
+
+    def outline(self, spec: LayerSpec, activations: ActivationPrecision, device: Device) -> PackedLayer:
+        from foldmoe.backends.hopper.layer import HopperLayer
+        from foldmoe.backends.hopper.outline import outline
+
+        return HopperLayer(outline(spec, device.name), {}, spec.shared.format if spec.shared else None)
+
+    def tiles(self, spec: LayerSpec, device: Device) -> str:
+        return tuned.describe(spec, device.name)
 
     def pack(
         self,

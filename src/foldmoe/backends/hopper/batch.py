@@ -27,6 +27,7 @@ class Weights:
         up, down: routed experts. shared_up, shared_down: the shared expert, if there is one.
         geometry: sizes in the kernel's terms.
         strays: ``[1]`` int64 on the device, counts ids out of range.
+        gpu: name of the GPU that runs them, for the table of measured tiles.
     """
 
     up: PackedRouted
@@ -37,6 +38,7 @@ class Weights:
     strays: Tensor
     descriptors: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     """Of the weights, by number of consumer warpgroups; kept by ``descriptors.py``."""
+    gpu: str = ""
 
     @property
     def experts(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from foldmoe.backends.hopper import descriptors, heuristics, workspace
+from foldmoe.backends.hopper import descriptors, heuristics, tuned, workspace
 from foldmoe.backends.hopper.batch import BOTH, ROUTED, SHARED, Weights, bounds, cut
 from foldmoe.backends.hopper.kernels import prologue
 from foldmoe.backends.hopper.kernels.combine import combine
 from foldmoe.backends.hopper.kernels.folded import folded_moe
 from foldmoe.backends.triton.launch import launch
+from foldmoe.runtime.kernels import Variant, start
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from foldmoe.backends.base import Call
     from foldmoe.backends.hopper.heuristics import HopperConfig
+    from foldmoe.backends.hopper.tuned import Choice
 
 MAX_TOKENS = 16384
 """Tokens a launch: beyond, a batch is cut, which changes no bits and bounds the workspace."""
@@ -115,14 +118,12 @@ class Step:
         """The folded launch over one section of the tiles; one CTA an SM, whatever the batch."""
         layer, b, config = self.layer, self.buffers, self.config
         device = layer.device
-        key = (config, self.dependent, device)
-        if key not in _launched and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "foldmoe: the Hopper launch would be compiled during a CUDA graph capture; warm up first: run the "
-                f"layer once, outside the capture, with the same number of tokens ({self.rows}; {config.describe()})"
-            )
+        key = (folded_moe, config, self.dependent, device)
         up8, down8 = layer.shared_up, layer.shared_down
-        compiled = folded_moe[(_processors(device),)](
+        return start(
+            folded_moe,
+            lambda _: (_processors(device),),
+            Variant(key, device, config),
             *descriptors.descriptors(layer, b, config),
             layer.up.references,
             layer.down.references,
@@ -144,8 +145,6 @@ class Step:
             maxnreg=config.launch_registers,
             launch_pdl=self.dependent,
         )
-        _launched.add(key)
-        return compiled
 
     def combine(self, y: Tensor) -> None:
         """Weigh, add, round."""
@@ -171,9 +170,6 @@ class Step:
 
     def _dependence(self) -> dict[str, bool]:
         return {"PDL": self.dependent, "launch_pdl": self.dependent}
-
-
-_launched: set[tuple[Any, ...]] = set()
 
 
 @cache
@@ -205,11 +201,11 @@ def run(
     """
     rows = call.x.shape[0]
     y = torch.empty(rows, layer.geometry.hidden, dtype=dtype or call.x.dtype, device=call.x.device)
-    with torch.cuda.device(layer.device):
+    with torch.cuda.device(layer.device) if layer.device.type == "cuda" else nullcontext():
         for start in range(0, rows, MAX_TOKENS):
             end = min(rows, start + MAX_TOKENS)
             part = call if end - start == rows else cut(call, start, end)
-            chosen = config or choose(layer, part, route_share)
+            chosen = config or choose(layer, part, route_share).config
             sections = _union(launches)
             step = Step(layer, part, chosen, sections, dependent and side is None)
             step.prologue()
@@ -222,10 +218,10 @@ def run(
     return y
 
 
-def choose(layer: Weights, call: Call, route_share: float) -> HopperConfig:
-    """The heuristics' config for a call."""
+def choose(layer: Weights, call: Call, route_share: float) -> Choice:
+    """The config for a call, and where it comes from."""
     tokens, top_k = call.topk_ids.shape
-    return heuristics.choose(layer.geometry, tokens, top_k * route_share, layer.experts)
+    return tuned.choose(layer.geometry, tokens, top_k * route_share, layer.experts, layer.gpu)
 
 
 def _beside(step: Step, launches: tuple[int, ...], side: torch.cuda.Stream) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,7 @@ class HopperLayer(PackedLayer):
         self._dtypes = dtypes
         self._shared_format = shared_format
         self._last: HopperConfig | None = None
+        self._found: Counter[str] = Counter()
 
     def forward(self, call: Call, *, folded: bool) -> Tensor:
         launches = self._launches(call, routed=True)
@@ -47,10 +49,11 @@ class HopperLayer(PackedLayer):
     def forward_shared(self, call: Call) -> Tensor:
         return self._run(call, self._launches(call, routed=False), dtype=torch.float32)
 
-    def forward_dual(self, call: Call, stream: torch.cuda.Stream) -> Tensor:
+    def forward_dual(self, call: Call, stream: torch.cuda.Stream | None) -> Tensor:
         """One prologue, routed tiles on the current stream beside shared tiles on ``stream``, one combine."""
         launches = self._launches(call, routed=True)
-        return self._run(call, launches, side=stream if len(launches) == 2 else None)
+        two = len(launches) == 2
+        return self._run(call, launches, side=stream if two else None, dependent=not two)
 
     def _launches(self, call: Call, *, routed: bool) -> tuple[int, ...]:
         """Sections that have anything to do, as far as the host knows."""
@@ -69,11 +72,17 @@ class HopperLayer(PackedLayer):
         *,
         dtype: torch.dtype | None = None,
         side: torch.cuda.Stream | None = None,
+        dependent: bool = True,
     ) -> Tensor:
         if not call.x.shape[0] or not launches:
             return torch.zeros_like(call.x, dtype=dtype)
         call = contiguous(call)
-        self._last = self.config or launch.choose(self.weights, call, self.route_share)
+        if self.config is None:
+            choice = launch.choose(self.weights, call, self.route_share)
+            self._found[choice.source] += 1
+            self._last = choice.config
+        else:
+            self._last = self.config
         return launch.run(
             self.weights,
             call,
@@ -82,6 +91,7 @@ class HopperLayer(PackedLayer):
             dtype=dtype,
             config=self.config,
             side=side,
+            dependent=dependent,
         )
 
     def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
@@ -111,6 +121,9 @@ class HopperLayer(PackedLayer):
     def stats(self) -> dict[str, object]:
         """``ids_out_of_range`` counts since packing (reads the device), ``config`` is the one last chosen.
 
+        ``tuned`` and ``heuristic`` count the calls, CUDA graph replays left out, whose tiles came from the table of
+        measured ones (:mod:`foldmoe.backends.hopper.tuned`) and from the heuristic.
+
         Raises:
             RuntimeError: after a launch that gave up waiting for another part of itself.
         """
@@ -121,4 +134,5 @@ class HopperLayer(PackedLayer):
                 f"token tile's hidden vectors, {found} came. Please report this with the layer's plan"
             )
         config = self._last.describe() if self._last else None
-        return {"ids_out_of_range": int(self.weights.strays.item()), "config": config}
+        counts = {source: self._found[source] for source in ("tuned", "heuristic")}
+        return {"ids_out_of_range": int(self.weights.strays.item()), "config": config, **counts}

@@ -31,28 +31,45 @@ def pack_layer(
     for name, tensor in stored.items():
         pack.check_mxfp4(*_bytes(tensor), name=f"routed {name}")
     shared_up = shared_down = None
-    groups = 0
     if shared is not None:
-        groups = 1 if shared.gate_up.block[1] % 128 == 0 and shared.down.block[1] % 128 == 0 else 4
+        groups = scale_groups(shared.gate_up.block[1], shared.down.block[1])
         shared_up = _pack_shared(shared.gate_up, True, groups)
         shared_down = _pack_shared(shared.down, False, groups)
     up = pack.pack_mxfp4(*_bytes(routed.gate_up), True, consume=consume, checked=True)
     down = pack.pack_mxfp4(*_bytes(routed.down), False, consume=consume, checked=True)
-    geometry = Geometry(
-        routed.hidden,
+    sizes = geometry(up, down, shared_up, shared_down, activation, shared_activation)
+    workspace.stall_report(routed.device)  # host memory is never taken during a graph capture
+    strays = torch.zeros(1, dtype=torch.int64, device=routed.device)
+    gpu = torch.cuda.get_device_name(routed.device) if routed.device.type == "cuda" else ""
+    return Weights(up, down, shared_up, shared_down, sizes, strays, gpu=gpu)
+
+
+def geometry(
+    up: pack.PackedRouted,
+    down: pack.PackedRouted,
+    shared_up: pack_shared.PackedShared | None,
+    shared_down: pack_shared.PackedShared | None,
+    activation: Activation,
+    shared_activation: Activation,
+) -> Geometry:
+    """The packed layer's sizes."""
+    return Geometry(
+        up.shape[2],
         up.blocks,
         down.blocks,
         shared_up.blocks if shared_up else 0,
         shared_down.blocks if shared_down else 0,
         down.steps,
         shared_down.steps if shared_down else 0,
-        groups,
+        shared_up.groups if shared_up else 0,
         _limit(activation),
         _limit(shared_activation),
     )
-    workspace.stall_report(routed.device)  # host memory is never taken during a graph capture
-    strays = torch.zeros(1, dtype=torch.int64, device=routed.device)
-    return Weights(up, down, shared_up, shared_down, geometry, strays)
+
+
+def scale_groups(*columns: int) -> int:
+    """Shared scales a step of 128 columns, where one scale spans ``columns`` in the up and the down projection."""
+    return 1 if all(span % 128 == 0 for span in columns) else 4
 
 
 def _bytes(tensor: QuantizedTensor) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,16 @@ class Machine:
     most_stages: int = 4
 
 
+MACHINES = {
+    "sm_80": Machine(108, 166912),
+    "sm_90": Machine(132, 232448),
+    "sm_100": Machine(148, 232448, most_tokens=32),
+    "gfx942": Machine(304, 65536, most_stages=2),
+    "gfx950": Machine(256, 163840, most_stages=2),
+}
+"""GPUs that kernels are compiled for ahead, by architecture."""
+
+
 def token_tile(rows: int, most: int) -> int:
     """Tokens of a tile for ``rows`` tokens an expert: 16, 32, .. up to ``most``."""
     tile = 16

@@ -1,13 +1,13 @@
-"""Launching a kernel, with a clear word where a compile would fall into a graph capture."""
+"""Launching a kernel by the names of its parameters."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from foldmoe.runtime.kernels import Variant, start
 
-_launched: set[tuple[Any, ...]] = set()
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def launch(
@@ -16,19 +16,11 @@ def launch(
     """``kernel[grid](**tensors, **numbers, **constants)``.
 
     Raises:
-        RuntimeError: during a CUDA graph capture, if this variant has not run before: compiling it then would break the
-            capture.
+        RuntimeError, OSError: see :func:`foldmoe.runtime.kernels.start`.
     """
-    key = (kernel, *_facts(tensors, numbers, kernel), *sorted(constants.items()))
-    if key not in _launched and _capturing(tensors):
-        name = getattr(kernel, "__name__", str(kernel))
-        raise RuntimeError(
-            f"foldmoe: the Triton kernel {name!r} would be compiled during a CUDA graph capture; warm up first: run "
-            "the layer once, outside the capture, with the same number of tokens and the same kinds of arguments "
-            f"({constants})"
-        )
-    kernel[grid](**tensors, **numbers, **constants)
-    _launched.add(key)
+    device = next(iter(tensors.values())).device
+    key = (kernel, *_facts(tensors, numbers, kernel), device, *sorted(constants.items()))
+    start(kernel, grid, Variant(key, device, constants), **tensors, **numbers, **constants)
 
 
 def _facts(tensors: dict[str, Tensor], numbers: dict[str, Any], kernel: Any) -> list[Any]:
@@ -37,7 +29,7 @@ def _facts(tensors: dict[str, Tensor], numbers: dict[str, Any], kernel: Any) -> 
     facts: list[Any] = [(name, t.dtype, t.data_ptr() % 16 == 0) for name, t in tensors.items() if name not in anonymous]
     facts += [(name, t.dtype) for name, t in tensors.items() if name in anonymous]
     facts += [(name, n == 1, n % 16 == 0, n >= 2**31) for name, n in numbers.items() if name not in anonymous]
-    return [*facts, next(iter(tensors.values())).device]
+    return facts
 
 
 def _plain(kernel: Any) -> frozenset[str]:
@@ -47,7 +39,3 @@ def _plain(kernel: Any) -> frozenset[str]:
         if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
             names.add(parameter.name)
     return frozenset(names)
-
-
-def _capturing(tensors: dict[str, Tensor]) -> bool:
-    return next(iter(tensors.values())).is_cuda and torch.cuda.is_current_stream_capturing()

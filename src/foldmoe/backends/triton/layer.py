@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 @cache
-def _machine(device: torch.device) -> configs.Machine:
+def machine_of(device: torch.device) -> configs.Machine:
+    """What a torch device offers the kernels."""
     if device.type != "cuda":  # the interpreter; a Hopper's shared memory will do
         return configs.Machine(1, 232448)
     facts = torch.cuda.get_device_properties(device)
@@ -44,6 +45,7 @@ class TritonLayer(PackedLayer):
         activation, shared_activation: clamps.
         activations: precision of x and act(.).
         config: use this config at every batch instead of choosing one; for tuning and tests.
+        machine: choose configs for this GPU; None: the one that the weights are on.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class TritonLayer(PackedLayer):
         shared_activation: Activation,
         activations: ActivationPrecision,
         config: configs.TritonConfig | None = None,
+        machine: configs.Machine | None = None,
     ) -> None:
         self.routed = routed
         self.shared = shared
@@ -62,6 +65,7 @@ class TritonLayer(PackedLayer):
         self.activations = activations
         self.config = config
         self.device = routed.stored.device
+        self.machine = machine or machine_of(self.device)
         self._strays = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._last: configs.TritonConfig | None = None
 
@@ -81,7 +85,7 @@ class TritonLayer(PackedLayer):
             return
         mine = self.routed if routed and top_k and self.routed.count else None
         common = self.shared if shared and not _nowhere(call.shared_rows) else None
-        config = self.config or configs.choose(mine, common, tokens, top_k, _machine(call.x.device))
+        config = self.config or configs.choose(mine, common, tokens, top_k, self.machine)
         self._last = config
         step = Step(self, call, mine, common, config, self._strays)
         step.prepare()

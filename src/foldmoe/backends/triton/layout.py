@@ -93,7 +93,8 @@ def matrix(tensor: QuantizedTensor, name: str) -> Matrix:
         step = min(_STEPS[planes], tensor.block[1])
         return Matrix(words, tensor.scales, rows, columns, planes, step, PARTIAL_SCALE, False, tensor.block)
     scales = tensor.scales.view(torch.uint8)
-    largest = int(scales.max()) if scales.numel() else 0
+    known = scales.numel() and not scales.is_meta  # an outline's scales are taken to be small
+    largest = int(scales.max()) if known else 0
     wide = largest > 254 - (126 if planes == 4 else 120)
     return Matrix(words, scales, rows, columns, planes, _STEPS[planes], FOLDED_SCALE, wide, tensor.block)
 

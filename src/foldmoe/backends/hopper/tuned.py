@@ -1,0 +1,142 @@
+"""Tiles that measured faster than the heuristic's: a small table, ``tuned.json``, and whether a batch is in it.
+
+An entry holds one measurement: a GPU, a layer's sizes, the experts on the rank, the mean routes of an expert, the tiles
+that won and both times (microseconds, the whole layer). It speaks for batches of the same sizes on the same GPU whose
+experts and routes lie within half an octave of the measured ones, so one expert more (a shared slot) still finds it; of
+several, the nearest in routes speaks. Everything else takes :func:`foldmoe.backends.hopper.heuristics.choose`. Neither
+changes a result's bits. ``python -m tests.hopper.tune --tune --write`` measures and writes entries.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from math import log2
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foldmoe.backends.hopper import heuristics
+from foldmoe.backends.hopper.pack import padded
+
+if TYPE_CHECKING:
+    from foldmoe.backends.hopper.heuristics import Geometry, HopperConfig
+    from foldmoe.moe.spec import LayerSpec
+
+TABLE = Path(__file__).with_name("tuned.json")
+
+REACH = 0.5
+"""Octaves that an entry's experts and routes may be away from a batch's."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What must be equal: GPUs by a part of their names, the layer in the kernel's steps of 128 columns."""
+
+    hidden: int
+    routed_steps: int
+    shared_steps: int
+    scale_groups: int
+
+    @classmethod
+    def of_geometry(cls, g: Geometry) -> Sizes:
+        return cls(g.hidden, g.k_down4, g.k_down8, g.scale_groups)
+
+    @classmethod
+    def of_spec(cls, spec: LayerSpec) -> Sizes:
+        """Of one rank's part of a layer."""
+        shared = spec.shared
+        columns = min(shared.block[1], shared.format.block[1]) if shared else 0
+        return cls.of_widths(spec.hidden, spec.routed.width, shared.width if shared else 0, columns)
+
+    @classmethod
+    def of_widths(cls, hidden: int, routed: int, shared: int, scale_columns: int) -> Sizes:
+        groups = (1 if scale_columns % 128 == 0 else 4) if shared else 0
+        return cls(hidden, padded(routed) // 128, padded(shared) // 128, groups)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One measurement; see the module.
+
+    Args:
+        gpu: part of the GPU's name, in any case.
+        scale_columns: columns that one shared scale spans; 0 without a shared expert.
+        tokens, shared_tokens, warpgroups, deep: see :class:`foldmoe.backends.hopper.heuristics.HopperConfig`.
+        microseconds, heuristic_microseconds: the layer with these tiles and with the heuristic's, in one run.
+    """
+
+    gpu: str
+    hidden: int
+    routed_width: int
+    shared_width: int
+    scale_columns: int
+    experts: int
+    routes_per_expert: float
+    tokens: int
+    shared_tokens: int
+    warpgroups: int
+    deep: bool
+    microseconds: float
+    heuristic_microseconds: float
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of_widths(self.hidden, self.routed_width, self.shared_width, self.scale_columns)
+
+    def fits(self, sizes: Sizes, experts: int, gpu: str) -> bool:
+        """Whether it speaks for some batch of this layer."""
+        named = self.gpu.lower() in gpu.lower()
+        return named and self.sizes == sizes and _octaves(experts, self.experts) <= REACH
+
+    def config(self, geometry: Geometry) -> HopperConfig:
+        built = heuristics.build(geometry, self.tokens, self.shared_tokens, self.warpgroups)
+        return replace(built, deep=self.deep)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A config, and the measurement behind it; None: the heuristic's."""
+
+    config: HopperConfig
+    entry: Entry | None
+
+    @property
+    def source(self) -> str:
+        return "tuned" if self.entry else "heuristic"
+
+
+@cache
+def table() -> tuple[Entry, ...]:
+    """All measurements."""
+    return tuple(Entry(**entry) for entry in json.loads(TABLE.read_text()))
+
+
+@lru_cache(maxsize=4096)
+def choose(geometry: Geometry, rows: int, routes_per_row: float, experts: int, gpu: str) -> Choice:
+    """Tiles for a batch of ``rows`` tokens on ``gpu``; logged (level INFO) once for every shape."""
+    routes = rows * routes_per_row / max(1, experts)
+    sizes = Sizes.of_geometry(geometry)
+    near = [entry for entry in table() if entry.fits(sizes, experts, gpu)]
+    near = [entry for entry in near if _octaves(routes, entry.routes_per_expert) <= REACH]
+    entry = min(near, key=lambda entry: _octaves(routes, entry.routes_per_expert), default=None)
+    config = entry.config(geometry) if entry else heuristics.choose(geometry, rows, routes_per_row, experts)
+    choice = Choice(config, entry)
+    _log.info("%d tokens, %d experts, H %d: %s (%s)", rows, experts, sizes.hidden, config.describe(), choice.source)
+    return choice
+
+
+def describe(spec: LayerSpec, gpu: str) -> str:
+    """One line for the plan of ``spec``, one rank's part, on ``gpu``."""
+    found = [entry for entry in table() if entry.fits(Sizes.of_spec(spec), spec.routed.count, gpu)]
+    if not found:
+        return f"heuristic: no tuned entry for {spec.routed.count} experts of these sizes on {gpu}"
+    routes = ", ".join(f"{entry.routes_per_expert:g}" for entry in sorted(found, key=lambda e: e.routes_per_expert))
+    return f"tuned around {routes} routes an expert, heuristic elsewhere"
+
+
+def _octaves(a: float, b: float) -> float:
+    return abs(log2(a / b)) if a > 0 else float("inf")

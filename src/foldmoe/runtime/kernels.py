@@ -1,0 +1,100 @@
+"""The one place where a kernel starts: into our cache, never compiled during a graph capture, or only compiled."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from foldmoe.runtime import kernel_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_started: set[tuple[Any, ...]] = set()
+_compiler: Compiler | None = None
+
+
+@dataclass
+class Compiler:
+    """What :func:`start` does instead of starting, while a plan's kernels are compiled ahead.
+
+    Args:
+        wanted: asked once for each variant, with its kernel's name; False leaves it out.
+        done: gets each compiled kernel.
+    """
+
+    wanted: Callable[[str], bool]
+    done: Callable[[Any], None]
+    _met: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def compile(self, kernel: Any, variant: Variant, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if variant.key in self._met:
+            return
+        self._met.add(variant.key)
+        if self.wanted(_name(kernel)):
+            self.done(kernel.warmup(*arguments, grid=(1,), **named))
+
+
+class Variant(NamedTuple):
+    """One compiled form of a kernel.
+
+    Args:
+        key: the kernel and all that Triton may compile a new form for.
+        device: where it runs.
+        facts: printed in errors, to find the call that needs it.
+    """
+
+    key: tuple[Any, ...]
+    device: torch.device
+    facts: object
+
+
+def start(kernel: Any, grid: Any, variant: Variant, /, *arguments: Any, **named: Any) -> Any:
+    """``kernel[grid](*arguments, **named)``; inside :func:`compiling` nothing runs.
+
+    Returns:
+        The compiled kernel; None inside :func:`compiling`.
+
+    Raises:
+        RuntimeError: during a CUDA graph capture, if this variant has not run before in this process: compiling or
+            loading it then would break the capture.
+        OSError: see :func:`foldmoe.runtime.kernel_cache.used`.
+    """
+    if _compiler is not None:
+        _compiler.compile(kernel, variant, arguments, named)
+        return None
+    if variant.key in _started:
+        return kernel[grid](*arguments, **named)
+    if capturing(variant.device):
+        raise RuntimeError(
+            f"foldmoe: the kernel {_name(kernel)!r} would be compiled during a CUDA graph capture; warm up first: call "
+            "foldmoe.warmup(layer, tokens), or run the layer once outside the capture, with the same number of tokens "
+            f"and the same kinds of arguments ({variant.facts})"
+        )
+    with kernel_cache.used():
+        compiled = kernel[grid](*arguments, **named)
+    _started.add(variant.key)
+    return compiled
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of ``device`` is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def compiling(compiler: Compiler) -> Iterator[None]:
+    """Kernels go to ``compiler`` while this is open, nothing runs. For one thread."""
+    global _compiler
+    _compiler = compiler
+    try:
+        yield
+    finally:
+        _compiler = None
+
+
+def _name(kernel: Any) -> str:
+    return str(getattr(kernel, "__name__", kernel))

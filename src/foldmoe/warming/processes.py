@@ -1,0 +1,150 @@
+"""Variants compiled in processes of their own: Triton's compiler holds the interpreter's lock most of the time."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
+from time import monotonic
+from typing import IO, TYPE_CHECKING
+
+from foldmoe.backends import get
+from foldmoe.runtime import kernel_cache
+from foldmoe.warming.variants import walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from foldmoe.planner import LayerPlan
+    from foldmoe.planner.devices import Device
+    from foldmoe.warming.variants import Calls
+
+CACHED, COMPILED = "in cache", "compiled"
+"""First words of the lines that a worker prints; the kernel's name follows."""
+
+
+@dataclass
+class Report:
+    """What was compiled.
+
+    Args:
+        device: what for.
+        compiled, cached: names of the variants' kernels, compiled now or found in the cache.
+        seconds: wall-clock time of it all.
+        folder: where they are kept.
+    """
+
+    device: str
+    compiled: list[str] = field(default_factory=list)
+    cached: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One worker's share: every ``workers``-th variant of each kernel, from ``worker`` on."""
+
+    plans: tuple[LayerPlan, ...]
+    calls: Calls
+    device: Device
+    worker: int
+    workers: int
+
+    def mine(self, name: str, before: int) -> bool:
+        return before % self.workers == self.worker
+
+
+def compile_ahead(
+    plans: Sequence[LayerPlan],
+    calls: Calls,
+    device: Device,
+    *,
+    processes: int | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Report:
+    """Compile all that ``plans`` launch for ``calls`` on ``device``, which need not be here, into Triton's cache.
+
+    Args:
+        plans: the layers of one rank.
+        processes: at most so many at once; one a CPU if None.
+        progress: called with variants done, variants in all, and a line about the last one.
+
+    Raises:
+        ValueError: kernels cannot be compiled for ``device``; a layer whose top-k nothing tells.
+        OSError: a cache folder that cannot be written.
+        RuntimeError: a variant that does not compile.
+    """
+    start = monotonic()
+    _check(plans, device)
+    names = walk(plans, calls, device, lambda name, before: False, lambda kernel: None)
+    report = Report(device.name, folder=_folder() if names else "")
+    workers = max(1, min(processes or os.cpu_count() or 1, max((names.count(name) for name in names), default=0)))
+    jobs = [Job(tuple(plans), calls, device, worker, workers) for worker in range(workers)] if names else []
+    for line in _lines(jobs):
+        state, _, name = line.partition(": ")
+        (report.cached if state == CACHED else report.compiled).append(name)
+        if progress:
+            progress(len(report.cached) + len(report.compiled), len(names), line)
+    report.seconds = monotonic() - start
+    return report
+
+
+def _check(plans: Sequence[LayerPlan], device: Device) -> None:
+    for name in {plan.backend for plan in plans if plan.arm != "stock"}:
+        if (why := get(name).unavailable(device)) is not None:
+            raise ValueError(f"{name} on {device.name}: {why}")
+
+
+def _folder() -> str:
+    from triton import knobs
+
+    return str(kernel_cache.directory() or knobs.cache.dir)
+
+
+def _lines(jobs: Sequence[Job]) -> Iterator[str]:
+    """What the workers print, as it comes.
+
+    Raises:
+        RuntimeError: of the first worker that fails; the others are ended.
+    """
+    said: SimpleQueue[str | None] = SimpleQueue()
+    with tempfile.TemporaryFile("w+") as errors:
+        workers = [_spawn(job, errors) for job in jobs]
+        try:
+            for worker in workers:
+                Thread(target=_listen, args=(worker, said), daemon=True).start()
+            for _ in workers:
+                yield from iter(said.get, None)
+                if any(worker.poll() for worker in workers):
+                    errors.seek(0)
+                    raise RuntimeError(f"foldmoe: a kernel did not compile:\n{errors.read()[-4000:]}")
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+
+def _spawn(job: Job, errors: IO[str]) -> subprocess.Popen[bytes]:
+    """A fresh interpreter, which needs nothing of the caller's main module, and finds what the caller imports."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "foldmoe.warming.worker"]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment)
+    assert worker.stdin is not None
+    worker.stdin.write(pickle.dumps(job))
+    worker.stdin.close()
+    return worker
+
+
+def _listen(worker: subprocess.Popen[bytes], said: SimpleQueue[str | None]) -> None:
+    """Pass on what a worker prints; None when it has ended."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        said.put(line.decode().rstrip())
+    worker.wait()
+    said.put(None)

@@ -1,0 +1,153 @@
+"""The kernel variants that plans need: found by walking the host code over meta tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foldmoe.backends import Call, get
+from foldmoe.runtime import kernel_cache
+from foldmoe.runtime.kernels import Compiler, compiling
+from foldmoe.runtime.offline import standing_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from foldmoe.backends import PackedLayer
+    from foldmoe.planner import LayerPlan
+    from foldmoe.planner.devices import Device
+
+_EVERY = 256
+_STEP = 16
+
+
+def sizes(most: int) -> tuple[int, ...]:
+    """Batch sizes that between them need every variant of batches of 1 .. ``most`` tokens.
+
+    All small ones; then every 16th and the one after it, because Triton compiles multiples of 16 by themselves, and no
+    choice of tiles holds for fewer than 16 sizes there.
+    """
+    large = [m + more for m in range(_EVERY, most + 1, _STEP) for more in (0, 1)]
+    return tuple(m for m in (*range(1, min(_EVERY, most + 1)), *large) if m <= most)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls that kernels are compiled for.
+
+    Args:
+        tokens: batch sizes.
+        dtype: of x. ids: dtypes of topk_ids.
+        on_device: arguments of ``forward`` that come as device tensors: "num_valid_tokens", "shared_rows".
+        shared_weights: s is given; None: where the plan says that the shared expert has a gate.
+
+    Raises:
+        ValueError: a size below 1, or an argument that takes no device tensor.
+    """
+
+    tokens: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    ids: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
+    on_device: tuple[str, ...] = ()
+    shared_weights: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tokens or min(self.tokens) < 1:
+            raise ValueError(f"batch sizes must be 1 or more, found {self.tokens}")
+        if unknown := set(self.on_device) - {"num_valid_tokens", "shared_rows"}:
+            raise ValueError(f"on_device knows num_valid_tokens and shared_rows, found {', '.join(sorted(unknown))}")
+
+    def gated(self, plan: LayerPlan) -> bool:
+        """Whether calls of this plan's layer weigh the shared expert."""
+        return plan.spec.shared_gate if self.shared_weights is None else self.shared_weights
+
+    def bounds(self, tokens: int, device: torch.device | str) -> dict[str, Any]:
+        """The arguments that come as device tensors."""
+        values = {"num_valid_tokens": [tokens], "shared_rows": [0, tokens]}
+        return {name: torch.tensor(values[name], dtype=torch.int32, device=device) for name in self.on_device}
+
+
+def walk(
+    plans: Sequence[LayerPlan],
+    calls: Calls,
+    device: Device,
+    wanted: Callable[[str, int], bool],
+    done: Callable[[Any], None],
+) -> list[str]:
+    """Find all variants; compile those that ``wanted(kernel name, how many of that kernel came before)`` asks for.
+
+    Args:
+        plans: one rank's layers; those that a backend without kernels runs need nothing.
+        done: gets each compiled kernel.
+
+    Returns:
+        The kernel's name of every variant, in an order that is the same in every process.
+
+    Raises:
+        ValueError: kernels cannot be compiled for ``device``, or a layer whose top-k nothing tells.
+    """
+    found: list[str] = []
+
+    def asked(name: str) -> bool:
+        found.append(name)
+        return wanted(name, found.count(name) - 1)
+
+    compiler = Compiler(asked, done)
+    with torch.no_grad():
+        for plan, layer in _outlines(plans, device):
+            assert device.arch is not None
+            with standing_in(device.kind, device.arch), kernel_cache.used(), compiling(compiler):
+                for tokens in calls.tokens:
+                    for ids in calls.ids:
+                        _run(plan, layer, _call(plan, calls, tokens, ids), tokens)
+    return found
+
+
+def _outlines(plans: Sequence[LayerPlan], device: Device) -> Iterator[tuple[LayerPlan, PackedLayer]]:
+    """One layer of each kind."""
+    met: set[Any] = set()
+    for plan in plans:
+        spec = replace(plan.spec, name="", draft=False, notes=())
+        kind = (spec, plan.strategy, plan.arm, plan.backend, plan.activations, plan.fold_rows, plan.placement)
+        if plan.arm == "stock" or kind in met:
+            continue
+        met.add(kind)
+        local = plan.spec.local(plan.placement)
+        if plan.strategy == "slot":
+            local = replace(local, routed=replace(local.routed, count=local.routed.count + 1), shared=None)
+        layer = get(plan.backend).outline(local, plan.activations, device)
+        if layer is None:
+            continue
+        if plan.spec.top_k < 0:
+            raise ValueError(f"{plan.layer}: nothing tells how many experts a token takes (top-k)")
+        layer.route_share = len(plan.placement.experts(plan.spec.routed.count)) / max(1, plan.spec.routed.count)
+        yield plan, layer
+
+
+def _call(plan: LayerPlan, calls: Calls, tokens: int, ids: torch.dtype) -> Call:
+    """As :meth:`foldmoe.FoldedMoE.run` hands it to the backend."""
+    slot = plan.strategy == "slot"
+    shape = (tokens, plan.spec.top_k + slot)
+    bounds = calls.bounds(tokens, "meta")
+    if slot:
+        bounds.pop("shared_rows", None)
+    gate = torch.empty(tokens, device="meta") if calls.gated(plan) and not slot else None
+    return Call(
+        torch.empty(tokens, plan.spec.hidden, dtype=calls.dtype, device="meta"),
+        torch.empty(shape, dtype=ids, device="meta"),
+        torch.empty(shape, device="meta"),
+        gate,
+        **bounds,
+    )
+
+
+def _run(plan: LayerPlan, layer: PackedLayer, call: Call, tokens: int) -> None:
+    """The arm that :meth:`foldmoe.FoldedMoE.run` takes."""
+    if plan.strategy == "slot" or plan.folds_at(tokens):
+        layer.forward(call, folded=True)
+    elif plan.arm == "serial":
+        layer.forward(call, folded=False)
+    else:
+        layer.forward_dual(call, None)

@@ -1,0 +1,81 @@
+"""On a Hopper GPU: kernels compiled ahead, for a named device and by other processes, are the ones that calls find."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="NOT CHECKED: needs a Hopper GPU",
+    ),
+]
+
+PROGRAM = """
+import sys
+import torch
+from triton import knobs
+import foldmoe
+from foldmoe import FoldedMoE, FusionPolicy
+from foldmoe.planner import plan_layer
+from foldmoe.planner.devices import resolve
+from foldmoe.warming import Calls, compile_ahead
+from tests.runtime import support
+
+backend, tokens = sys.argv[1], (1, 64, 1000)
+plan = plan_layer(support.spec(), FusionPolicy(backend=backend), "h200")
+report = compile_ahead([plan], Calls(tokens, ids=(torch.int32,)), resolve("h200"))
+missed = []
+knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else missed.append(src.fn.__name__)
+routed, shared = (part.to("cuda") for part in support.weights())
+layer = FoldedMoE(routed, shared, policy=FusionPolicy(backend=backend), top_k=support.TOP_K)
+
+def call(count):
+    x = torch.randn(count, support.HIDDEN, device="cuda").to(torch.bfloat16)
+    ids = torch.randint(0, support.EXPERTS, (count, support.TOP_K), device="cuda", dtype=torch.int32)
+    return x, ids, torch.rand(count, support.TOP_K, device="cuda")
+
+for count in tokens:
+    layer(*call(count))
+assert not missed, missed
+assert foldmoe.warmup(layer, tokens, ids=[torch.int32]) == len(tokens)
+given = call(64)
+eager = layer(*given)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = layer(*given)
+graph.replay()
+torch.cuda.synchronize()
+assert torch.equal(y, eager)
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(*call(5000))
+except RuntimeError as error:
+    assert "foldmoe.warmup(layer, tokens)" in str(error), error
+else:
+    raise AssertionError("a new batch size was compiled during a capture")
+print(len(report.compiled), "compiled", layer.stats())
+"""
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_nothing_compiles_after_compiling_ahead(backend: str, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, backend],
+        env=os.environ | {"FOLDMOE_CACHE_DIR": str(tmp_path / "kernels"), "PYTHONPATH": f"{root}:{root / 'src'}"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[0]) > 0

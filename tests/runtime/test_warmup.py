@@ -1,0 +1,196 @@
+"""Warming up: outlines start what packed layers start, the sizes meet every variant, nothing is left to compile."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import foldmoe
+from foldmoe import FoldedMoE, FusionPolicy, LayerPlan
+from foldmoe.backends import Call, PackedLayer, get
+from foldmoe.cli.main import app
+from foldmoe.planner.devices import Device, resolve
+from foldmoe.runtime import kernel_cache, kernels
+from foldmoe.runtime.kernels import Compiler, compiling
+from foldmoe.runtime.offline import standing_in
+from foldmoe.warming import Calls, Report, compile_ahead, sizes
+from foldmoe.warming.variants import walk
+from tests.runtime import support
+
+pytest.importorskip("triton", reason="NOT CHECKED: warming up needs triton (pip install foldmoe[gpu])")
+
+TINY = Path(foldmoe.__file__).parent / "assets" / "tiny-v4"
+
+
+def call(tokens: int, device: str, **more: object) -> Call:
+    x = torch.zeros(tokens, support.HIDDEN, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(tokens, support.TOP_K, dtype=torch.int32, device=device)
+    return Call(x, ids, torch.zeros(tokens, support.TOP_K, device=device), **more)
+
+
+def variants(layer: PackedLayer, device: str, tokens: tuple[int, ...], arm: str) -> set[tuple[object, ...]]:
+    """All that the calls start, wherever the tensors are."""
+    found = Compiler(lambda name: False, lambda kernel: None)
+    with compiling(found):
+        for count in tokens:
+            if arm == "dual":
+                layer.forward_dual(call(count, device), None)
+            else:
+                layer.forward(call(count, device), folded=arm == "folded")
+    return {tuple(part for part in key if part != torch.device(device)) for key in found._met}
+
+
+@pytest.mark.parametrize("arm", ["folded", "serial", "dual"])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_an_outline_starts_what_the_packed_layer_starts(backend: str, arm: str) -> None:
+    plan, tokens = support.plan(backend), (1, 2, 17, 64, 300, 2048)
+    outline = get(backend).outline(plan.spec, plan.activations, resolve("h200"))
+    real = support.packed(plan)
+    assert outline.nbytes == pytest.approx(real.nbytes, rel=0.01)
+    assert variants(outline, "meta", tokens, arm) == variants(real, "cpu", tokens, arm)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_sizes_meet_every_variant_of_all_batches_up_to_the_largest(backend: str) -> None:
+    plan, most = support.plan(backend), 1100
+
+    def count(tokens: tuple[int, ...]) -> list[str]:
+        calls = Calls(tokens, ids=(torch.int32,))
+        return sorted(walk([plan], calls, resolve("h200"), lambda name, before: False, lambda kernel: None))
+
+    assert len(sizes(most)) < most / 2
+    assert count(sizes(most)) == count(tuple(range(1, most + 1)))
+
+
+@pytest.mark.parametrize("most", [1, 2, 255, 256, 257, 300])
+def test_sizes_end_at_the_largest(most: int) -> None:
+    assert sizes(most)[0] == 1
+    assert max(sizes(most)) == (most if most <= 257 else 289)
+    assert len(set(sizes(most))) == len(sizes(most))
+
+
+def test_nothing_is_compiled_after_compiling_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    monkeypatch.setenv("FOLDMOE_CACHE_DIR", str(tmp_path / "kernels"))
+    plan, calls, seen = support.plan("triton"), Calls((1,), ids=(torch.int32,)), []
+    report = compile_ahead(
+        [plan, replace(plan, spec=replace(plan.spec, name="layers.2.mlp"))],
+        calls,
+        resolve("h200"),
+        processes=2,
+        progress=lambda done, total, line: seen.append((done, total)),
+    )
+    total = len(report.compiled)
+    assert total == 4  # prepare, up, down, combine
+    assert not report.cached
+    assert seen == [(i + 1, total) for i in range(total)]
+    assert report.folder == str(tmp_path / "kernels")
+    hits: list[bool] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit))
+    layer = support.packed(plan)
+    with standing_in("cuda", "sm_90"), kernel_cache.used(), compiling(Compiler(lambda name: True, lambda kernel: None)):
+        for tokens in calls.tokens:
+            layer.forward(call(tokens, "cpu"), folded=True)
+    assert hits == [True] * total
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_case_66_a_new_batch_size_during_capture_is_a_clear_error(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = support.packed(support.plan(backend))
+    warm = Compiler(lambda name: False, lambda kernel: None)
+    with compiling(warm):
+        layer.forward(call(4, "cpu"), folded=True)
+    started = []
+    monkeypatch.setattr(kernels, "_started", set(warm._met))
+    monkeypatch.setattr(kernels, "capturing", lambda device: True)
+    for key in warm._met:
+        monkeypatch.setattr(type(key[0]), "__getitem__", lambda kernel, grid: lambda *a, **n: started.append(kernel))
+    layer.forward(call(4, "cpu"), folded=True)
+    assert len(started) == len(warm._met)
+    with pytest.raises(
+        RuntimeError, match="would be compiled during a CUDA graph capture; warm up first: call"
+    ) as told:
+        layer.forward(call(700, "cpu"), folded=True)
+    assert "foldmoe.warmup(layer, tokens)" in str(told.value)
+
+
+def test_a_kernel_that_does_not_compile_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\ncat > /dev/null\necho ptxas: no such luck >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(RuntimeError, match=r"a kernel did not compile:\nptxas: no such luck"):
+        compile_ahead([support.plan("triton")], Calls((1,)), resolve("h200"), processes=2)
+
+
+def test_devices_that_kernels_cannot_be_compiled_for() -> None:
+    plan = support.plan("triton")
+    with pytest.raises(ValueError, match="can only be compiled on it: its shared memory is not known here"):
+        compile_ahead([plan], Calls((1,)), Device("RTX 6000", "cuda", "sm_120"))
+    with pytest.raises(ValueError, match="hopper on a100: needs a Hopper GPU"):
+        compile_ahead([support.plan("hopper")], Calls((1,)), resolve("a100"))
+
+
+def test_warmup_runs_every_layer_at_every_size() -> None:
+    layers = [FoldedMoE(*support.weights(), policy=FusionPolicy(backend="torch"), top_k=2) for _ in range(2)]
+    met: list[tuple[int, torch.dtype, bool]] = []
+
+    def note(module: torch.nn.Module, given: tuple[torch.Tensor, ...], named: dict[str, object]) -> None:
+        met.append((len(given[0]), given[1].dtype, "num_valid_tokens" in named))
+
+    for layer in layers:
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    model = torch.nn.Sequential(*layers)
+    assert foldmoe.warmup(model, [1, 5], on_device=["num_valid_tokens"]) == 8
+    assert met == [(m, kind, True) for m in (1, 5) for kind in (torch.int32, torch.int64)] * 2
+
+
+def test_warmup_says_what_it_cannot_warm() -> None:
+    with pytest.raises(ValueError, match="no FoldedMoE in Linear"):
+        foldmoe.warmup(torch.nn.Linear(2, 2), [1])
+    layer = FoldedMoE(*support.weights(), policy=FusionPolicy(backend="torch"), name="layers.3.mlp")
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp: top-k is not known"):
+        foldmoe.warmup(layer, [1])
+    with pytest.raises(ValueError, match="batch sizes must be 1 or more"):
+        foldmoe.warmup(layer, [0])
+    with pytest.raises(ValueError, match="on_device knows num_valid_tokens and shared_rows, found x"):
+        foldmoe.warmup(layer, [1], on_device=["x"])
+
+
+def test_the_command_refuses_a_cpu_and_says_where_there_is_nothing_to_do() -> None:
+    run = CliRunner().invoke(app, ["warmup", str(TINY), "--device", "cpu"])
+    assert run.exit_code == 2
+    assert "no GPU to compile for" in run.output
+    run = CliRunner().invoke(app, ["warmup", str(TINY), "--device", "h200", "--fold", "stock"])
+    assert run.exit_code == 0
+    assert "nothing to compile" in run.output
+
+
+def test_the_command_reports_and_plans_for_the_rank_with_fewer_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[LayerPlan], Calls]] = []
+
+    def compiled(plans: list[LayerPlan], calls: Calls, device: Device, **_: object) -> Report:
+        asked.append((plans, calls))
+        return Report(device.name, ["up", "down"], ["combine"], 12.3, "/kernels")
+
+    monkeypatch.setattr("foldmoe.cli.warmup.compile_ahead", compiled)
+    words = ["warmup", str(TINY), "--device", "h200", "--tokens", "1,8", "--on-device", "num_valid_tokens"]
+    run = CliRunner().invoke(app, [*words, "--ep", "3"])
+    assert run.exit_code == 0, run.output
+    assert "2 kernels compiled, 1 in cache already, for h200, in 12 s, kept in /kernels" in run.output
+    ((plans, calls),) = asked
+    assert (calls.tokens, calls.on_device) == ((1, 8), ("num_valid_tokens",))
+    held = {len(plan.placement.experts(plan.spec.routed.count)) for plan in plans}
+    count = plans[0].spec.routed.count
+    assert held == {-(-count // 3), count // 3}
+    assert len(held) == 2
+    CliRunner().invoke(app, [*words, "--ep", "2"])
+    assert {plan.placement.ep_rank for plan in asked[1][0]} == {0}
