@@ -88,6 +88,71 @@ def own_tokens(rank: int, turn: int, experts: int) -> Tokens:
     return deal(make_case(count, experts, seed=1000 * turn + rank), [count])[0]
 
 
+def one_sided(group: Any, rounds: int, fold: str, experts: int = 9) -> dict[str, Any]:
+    """Random rounds over symmetric memory on GPUs, the first ones beside an all-gather."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "activations": "fp8", "backend": "auto"}
+    moe, plain = (build(group, fold, experts, strategy=strategy, **options) for strategy in ("symmetric", "all_gather"))
+    rank, device, same, finite = dist.get_rank(group), moe.transport.device, True, torch.ones((), device="cuda")
+    for turn in range(rounds):
+        count = plan_rounds(rank, turn, 6)
+        case = make_case(count, experts, seed=1000 * turn + rank, dtype=torch.bfloat16).to(device)
+        y = moe(*case.args)
+        finite *= y.isfinite().all()
+        if turn < 20:
+            same = same and torch.equal(y, plain(*case.args))
+    return {"fallback": moe.fallback, "same": same, "finite": bool(finite), "stats": moe.stats()}
+
+
+def one_sided_graph(group: Any, replays: int, fold: str, experts: int = 9) -> dict[str, Any]:
+    """One captured exchange, replayed with new tokens each time, at times 20 ms late on one rank."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "activations": "fp8", "backend": "auto"}
+    moe, plain = (build(group, fold, experts, strategy=strategy, **options) for strategy in ("symmetric", "all_gather"))
+    rank, device, counts = dist.get_rank(group), moe.transport.device, [5, 2]
+    cases = [
+        make_case(counts[rank], experts, seed=10 * turn + rank, dtype=torch.bfloat16).to(device) for turn in range(9)
+    ]
+    expected = [plain(*case.args) for case in cases]
+    inputs = [tensor.clone() for tensor in cases[0].args]
+    moe(*inputs, tokens_across_ranks=counts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = moe(*inputs, tokens_across_ranks=counts)
+    same = True
+    for turn in range(replays):
+        case = cases[turn % len(cases)]
+        for held, new in zip(inputs, case.args, strict=True):
+            held.copy_(new)
+        if turn % 50 == 10 + rank:
+            torch.cuda.synchronize()
+            time.sleep(0.02)
+        graph.replay()
+        same = same and torch.equal(y, expected[turn % len(cases)])
+    return {"fallback": moe.fallback, "same": same, "stats": moe.stats()}
+
+
+def one_sided_silent(group: Any, timeout: float) -> tuple[str, bool, float]:
+    """Rank 1 opens its mailbox and never writes."""
+    from foldmoe.parallel.mailbox import open_mailboxes
+    from foldmoe.parallel.one_sided import OneSided
+
+    moe = build(group, "native", 4, strategy="symmetric", backend="auto", dtype=torch.bfloat16)
+    boxes = open_mailboxes(moe.transport, moe.scheme.mailbox_bytes, timeout)
+    if dist.get_rank(group) == 1:
+        return "", False, 0.0
+    moe.exchange = OneSided(moe.scheme, boxes, moe._strays)
+    case = make_case(3, 4, dtype=torch.bfloat16).to(moe.transport.device)
+    started = time.monotonic()
+    y = moe(*case.args, tokens_across_ranks=[3, 3])
+    lost = bool(y.isnan().all())
+    took = time.monotonic() - started
+    try:
+        moe.stats()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", lost, took
+    return "no error", lost, took
+
+
 def many_virtual(ranks: int, rounds: int, experts: int = 5) -> list[list[Any]]:
     """The same rounds, simulated: outputs by round, then rank."""
     group, weights = simulate(ranks), weights_of(experts)

@@ -41,7 +41,7 @@ def test_bytes_are_what_a_simulation_moves(experts: int, strategy: Any) -> None:
     tokens, group = len(chosen), simulate(ranks)
     moe = virtual(weights_of(experts), group, strategy=strategy, max_tokens_per_rank=tokens, activations="fp8")
     x, weights = torch.randn(tokens, HIDDEN).to(torch.bfloat16), torch.rand(tokens, TOP_K)
-    parts = [moe._route(rank, Tokens(x, chosen, weights), 1.0) for rank in range(ranks)]
+    parts = [moe.route(rank, Tokens(x, chosen, weights), 1.0) for rank in range(ranks)]
     batches = moe.dispatch(parts, tokens)
     arrived = int(group.moved[:, 0].sum())
     group.moved.zero_()

@@ -201,7 +201,7 @@ def test_what_does_not_fit_the_group_is_refused() -> None:
     with pytest.raises(ValueError, match="give FoldedMoE its top_k"):
         ExpertParallelMoE(shard(weights, 1, 0, top_k=None), simulate(1), 8)  # type: ignore[arg-type]
     for options, message in (
-        ({"strategy": "ring"}, "strategy must be one of all_gather, all_to_all; found 'ring'"),
+        ({"strategy": "ring"}, "strategy must be one of all_gather, all_to_all, symmetric; found 'ring'"),
         ({"order": "random"}, "order must be one of rank, route; found 'random'"),
         ({"order": "route"}, "order 'route' needs strategy 'all_to_all'"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank must be at least 1, found 0"),

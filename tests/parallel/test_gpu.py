@@ -22,7 +22,9 @@ STRATEGIES: tuple[dict[str, Any], ...] = (
     {"strategy": "all_gather"},
     {"strategy": "all_to_all"},
     {"strategy": "all_to_all", "order": "route"},
+    {"strategy": "symmetric"},
 )
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 COUNTS = {2: [9, 1], 8: [1, 0, 2, 3, 0, 0, 4, 0]}
 
 
@@ -42,30 +44,53 @@ def test_virtual_ranks_on_one_gpu(ranks: int, fold: str, options: dict[str, Any]
     check("cuda", ranks, fold, **options)
 
 
+@pytest.mark.parametrize("strategy", ["all_gather", "symmetric"])
 @pytest.mark.parametrize("fold", ["native", "slot"])
-def test_an_exchange_in_a_cuda_graph(fold: str) -> None:
-    """All-gather with stated counts waits for nothing on the device."""
+def test_an_exchange_in_a_cuda_graph(fold: str, strategy: Any) -> None:
+    """With stated counts nothing waits for the device."""
     case = make_case(8, 9, dtype=torch.bfloat16).to("cuda")
-    moe = virtual(weights_of(9), simulate(2, "cuda"), fold, backend="auto", activations="fp8")
+    moe = virtual(weights_of(9), simulate(2, "cuda"), fold, backend="auto", activations="fp8", strategy=strategy)
     parts = deal(case, [4, 4])
     eager = torch.cat(moe.forward_ranks(parts, tokens_across_ranks=[4, 4]))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = moe.forward_ranks(parts, tokens_across_ranks=[4, 4])
-    graph.replay()
-    assert torch.equal(torch.cat(captured), eager)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(torch.cat(captured), eager)
 
 
 def test_strays_are_counted() -> None:
-    for fold in ("native", "slot"):
-        moe = virtual(weights_of(4), simulate(1, "cuda"), fold, backend="auto")
+    for fold, ranks, strategy in (
+        ("native", 1, "all_gather"), ("slot", 1, "all_gather"), ("native", 2, "symmetric"), ("slot", 2, "symmetric")
+    ):  # fmt: skip
+        moe = virtual(weights_of(4), simulate(ranks, "cuda"), fold, backend="auto", strategy=strategy)
         case = make_case(2, 4, dtype=torch.bfloat16).to("cuda")
         case.topk_ids[0, 0] = 99
-        moe(*case.args)
+        moe.forward_ranks(deal(case, [2, 0][:ranks]))
         assert moe.stats()["ids_out_of_range"] == 1
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
+@pytest.mark.timeout(120)
+def test_symmetric_memory_between_two_gpus(tmp_path: Path) -> None:
+    """The all-gather's bits, 1000 random rounds, graphs that are replayed out of step, and a rank that never writes."""
+    with Workers(2, tmp_path, backend="nccl") as pair:
+        for fold in ("native", "slot"):
+            for result in pair.run("one_sided", 2, rounds=500, fold=fold):
+                assert result["fallback"] is None
+                assert result["same"]
+                assert result["finite"]
+                assert result["stats"]["ids_out_of_range"] == 0
+            for result in pair.run("one_sided_graph", 2, replays=201, fold=fold):
+                assert result["same"]
+        (message, lost, seconds), _ = pair.run("one_sided_silent", 2, timeout=1.0)
+        assert message.startswith("GroupError: rank 0 of 2: rank 1 did not write its part of an exchange in time")
+        assert lost
+        assert 0.9 < seconds < 20
+
+
+@two_gpus
 def test_two_gpus_over_nccl(tmp_path: Path) -> None:
     with Workers(2, tmp_path, backend="nccl") as pair:
         for counts in ([9, 1], [4, 0]):

@@ -30,7 +30,7 @@ def test_the_worst_routing_takes_the_stated_bytes(
     for victim in range(ranks):
         case = make_case(capacity * ranks, 4 * ranks, dtype=torch.bfloat16)
         case.topk_ids.copy_(4 * victim + torch.arange(TOP_K))
-        parts = [moe._route(rank, tokens, 1.0) for rank, tokens in enumerate(deal(case, [capacity] * ranks))]
+        parts = [moe.route(rank, tokens, 1.0) for rank, tokens in enumerate(deal(case, [capacity] * ranks))]
         call = moe.dispatch(parts, capacity)[victim].call
         seen.append((call.x.nbytes, call.topk_ids.numel() * 8))
     sizes = moe.buffer_bytes()

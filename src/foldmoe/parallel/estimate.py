@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 from foldmoe.moe.spec import Placement
 from foldmoe.parallel.kernel_times import EFFICIENCY, Floor, Measured
 from foldmoe.parallel.links import Link, find_link
-from foldmoe.parallel.scheme import DISPATCHES, Dispatch, Scheme
+from foldmoe.parallel.scheme import Dispatch, Scheme
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foldmoe.planner import CheckpointPlan, LayerPlan
+
+ESTIMATED: tuple[Dispatch, ...] = ("all_gather", "all_to_all")
+"""Symmetric memory moves the bytes of an all-to-all."""
 
 _X_AND_Y = 4
 """Bytes a column that the local layer reads and writes: bf16 both ways."""
@@ -117,15 +120,15 @@ def estimate(
         if measured:
             measured.check(layer.spec.local(plan.placement))
         floor = Floor.of(plan.device, fp8=layer.activations != "bf16")
-        schemes = [Scheme.of(layer, max(tokens), dispatch=strategy) for strategy in DISPATCHES]
+        schemes = [Scheme.of(layer, max(tokens), dispatch=strategy) for strategy in ESTIMATED]
         for scheme in schemes:
             buffers[scheme.dispatch] = max(buffers.get(scheme.dispatch, 0), sum(scheme.buffers().values()))
-        rows += [_phases(layer, s, count, way, floor, efficiency, measured) for count in tokens for s in schemes]
+        rows += [phases(layer, s, count, way, floor, efficiency, measured) for count in tokens for s in schemes]
     skipped += [f"{row.layer}: the engine keeps it" for row in plan.stock]
     return Estimate(plan.placement.ep_size, tuple(rows), buffers, way, floor, efficiency, tuple(skipped))
 
 
-def _phases(
+def phases(
     plan: LayerPlan,
     scheme: Scheme,
     tokens: int,

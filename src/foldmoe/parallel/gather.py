@@ -44,6 +44,9 @@ class AllGather:
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
 
+    def check(self) -> None:
+        """Collectives raise by themselves."""
+
     def dispatch(self, transport: Transport, parts: Sequence[Routed], rows: int) -> list[GatheredBatch]:
         """All tokens to all ranks.
 

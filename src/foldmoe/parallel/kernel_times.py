@@ -23,13 +23,18 @@ EFFICIENCY = 0.62
 """Floor divided by time: the median of the best kernels measured on an H200 for one EP rank of V4-Flash, V4.1 and
 V4-Pro at 1 to 8192 tokens (it ranges from 0.36 to 0.84)."""
 
+# Dense rates, without the sparsity that data sheets multiply by two; checked in 2026.
+# A100 (311.9 TFLOP/s): hmc-tech.com's table of the A100 SXM. H100 SXM (989.4 and 1,978.9) and HGX B200 at 1,000 W
+# (2,250 and 4,500): glennklockwood.com/garden/processors, which quotes NVIDIA's architecture papers.
+# AMD: compute units x operations a clock x peak clock, MI300X 304 x 4,096 x 2.1 GHz and MI355X 256 x 8,192 x 2.4 GHz in
+# FP8 (operations a clock as AMD showed them at ISSCC 2026; clocks as remembered), half of that in bf16.
 _RATES = {
     "a100": (312e12, 312e12, "A100 datasheet, dense bf16; it has no FP8"),
     "h100": (989e12, 1979e12, "H100 SXM datasheet, dense"),
     "h200": (776e12, 1427e12, "measured, 8192^3"),
     "b200": (2250e12, 4500e12, "B200 datasheet, dense"),
-    "mi300x": (1307e12, 2615e12, "MI300X datasheet, dense"),
-    "mi355x": (2500e12, 5000e12, "MI355X datasheet, dense"),
+    "mi300x": (1307e12, 2615e12, "MI300X, compute units x clock, dense"),
+    "mi355x": (2517e12, 5033e12, "MI355X, compute units x clock, dense"),
 }
 """Operations a second in bf16 and in FP8, and whose figures they are."""
 

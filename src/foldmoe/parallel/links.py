@@ -24,6 +24,8 @@ class Link:
     source: str
 
 
+# Of H100 and B200 (2 x 900 GB/s) checked in glennklockwood.com/garden/processors, which quotes NVIDIA's architecture
+# papers, in 2026; A100's is the data sheet's as remembered.
 _NVLINK = {
     "sm_80": (300e9, "A100 datasheet: 600 GB/s over both directions"),
     "sm_90": (450e9, "H100 and H200 datasheets: 900 GB/s over both directions"),

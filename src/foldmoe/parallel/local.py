@@ -12,6 +12,8 @@ from foldmoe.backends import Call
 from foldmoe.moe.slots import local_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from foldmoe.parallel.scheme import Scheme
 
 
@@ -122,3 +124,10 @@ def local_call(scheme: Scheme, part: Routed, x: Tensor, ids: Tensor, weights: Te
     slot[first:end] = local_ids(part.shared_slots, scheme.ids_per_rank, part.rank).to(slot.dtype)
     ones = weights.new_ones(len(x), 1) if gate is None else gate[:, None]
     return Call(x, torch.cat((mine, slot), dim=1), torch.cat((weights, ones), dim=1))
+
+
+def padded(pieces: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Outputs of all rounds, and zeros for rows of ``x`` that are padding."""
+    if len(pieces) == 1 and len(pieces[0]) == len(x):
+        return pieces[0]
+    return torch.cat((*pieces, torch.zeros_like(x[sum(map(len, pieces)) :])))

@@ -5,7 +5,8 @@ compare once at load, and the token counts of all ranks, which they exchange (or
 that pads its graphs does). Number and size of exchanges, and whether a batch folds, depend on nothing else, so that a
 rank without tokens makes the same calls as all others.
 
-In a CUDA graph: strategy "all_gather", and ``tokens_across_ranks`` given; counts are otherwise read on the host.
+In a CUDA graph: strategy "all_gather" or "symmetric", and ``tokens_across_ranks`` given; counts are otherwise read on
+the host.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from torch import Tensor
 
 from foldmoe.moe.slots import check_replicas, expert_load, to_physical
 from foldmoe.parallel.agree import compare
-from foldmoe.parallel.gather import AllGather
-from foldmoe.parallel.local import Routed, Tokens
+from foldmoe.parallel.exchange import choose
+from foldmoe.parallel.local import Routed, Tokens, padded
 from foldmoe.parallel.remap import remap
-from foldmoe.parallel.scatter import AllToAll
 from foldmoe.parallel.scheme import Dispatch, Order, Scheme
 from foldmoe.parallel.transport import Transport, as_transport
 
@@ -50,7 +50,8 @@ class ExpertParallelMoE(torch.nn.Module):
         layer: this rank's :class:`foldmoe.FoldedMoE`, made with its placement; one a rank for a simulation.
         group: a process group (None: the default one), or :func:`foldmoe.parallel.simulate`'s.
         max_tokens_per_rank: capacity of one exchange; :meth:`buffer_bytes` follows from it.
-        strategy: "all_gather" or "all_to_all", see :class:`foldmoe.parallel.Scheme`.
+        strategy: "all_gather", "all_to_all" or "symmetric", see :class:`foldmoe.parallel.Scheme`. Where ranks cannot
+            write to each other's memory, "symmetric" becomes "all_gather" on all of them: ``fallback`` says why.
         order: "rank", or "route" for the same bits whatever the number of ranks.
         dtype: of x and y.
         result_dtype: of results on their way back; x's unless given. float32 rounds once, at the end, for twice the
@@ -82,7 +83,7 @@ class ExpertParallelMoE(torch.nn.Module):
         super().__init__()
         self.transport = as_transport(group)
         self.layers = torch.nn.ModuleList([layer] if isinstance(layer, torch.nn.Module) else layer)
-        plans = [one.plan for one in self._layers]
+        plans = [one.plan for one in self.local_layers]
         self.scheme = Scheme.of(
             plans[0], max_tokens_per_rank, dispatch=strategy, order=order, dtype=dtype, result_dtype=result_dtype
         )
@@ -102,20 +103,22 @@ class ExpertParallelMoE(torch.nn.Module):
                 raise ValueError(f"{self.name}: physical expert {int(physical.max())} is on no rank")
         self.physical = None if physical is None else physical.to(self.transport.device)
         self.num_logical = sum(self.scheme.experts_per_rank) if physical is None else physical.shape[0]
-        self.exchange: AllGather | AllToAll = (AllGather if strategy == "all_gather" else AllToAll)(self.scheme)
         device = self.transport.device
         self._load = torch.zeros(len(plans), self.num_logical, dtype=torch.int64, device=device) if count_load else None
         self._strays = torch.zeros(1, dtype=torch.int64, device=device)
+        chosen = choose(self.scheme, self.transport, self._strays, self.name)
+        self.scheme, self.exchange, self.fallback = chosen.scheme, chosen.exchange, chosen.fallback
         self._side_stream: torch.cuda.Stream | None = None
         self._last: dict[str, int] = {}
 
     @property
-    def _layers(self) -> list[FoldedMoE]:
+    def local_layers(self) -> list[FoldedMoE]:
+        """One for each rank that is played here."""
         return list(self.layers)  # type: ignore[arg-type]
 
     def _check_places(self) -> None:
         """Placements fit the group; looked at on all ranks alike, so that none is left waiting."""
-        mine = [one.plan.placement for one in self._layers]
+        mine = [one.plan.placement for one in self.local_layers]
         places = self.transport.gather_objects([(p.ep_rank, p.ep_size, p.tp_size) for p in mine])
         wanted = [(rank, self.transport.size, 1) for rank in range(self.transport.size)]
         for rank, (found, expected) in enumerate(zip(places, wanted, strict=True)):
@@ -174,23 +177,25 @@ class ExpertParallelMoE(torch.nn.Module):
             raise ValueError(
                 f"{self.name}: {found}, max_tokens_per_rank is {capacity}; raise it, or run with overflow='rounds'"
             )
-        outputs = [torch.zeros_like(batch.x) for batch in batches]
+        outputs: list[list[Tensor]] = [[] for _ in batches]
         rounds = -(-largest // capacity)
         for start in range(0, largest, capacity):
             rows = min(capacity, largest - start)
             parts = [
-                self._route(rank, batch.rows(start, max(start, min(start + rows, batch.count))), routed_scale)
+                self.route(rank, batch.rows(start, max(start, min(start + rows, batch.count))), routed_scale)
                 for rank, batch in zip(self.transport.ranks, batches, strict=True)
             ]
-            for out, y in zip(outputs, self._exchange(parts, rows), strict=True):
-                out[start : start + len(y)] = y
+            for pieces, y in zip(outputs, self._exchange(parts, rows), strict=True):
+                pieces.append(y)
         self._count_load(batches)
         self._last = {"rounds": rounds, "rows": min(largest, capacity), "tokens": sum(counts)}
-        return outputs
+        return [padded(pieces, batch.x) for pieces, batch in zip(outputs, batches, strict=True)]
 
     def _exchange(self, parts: Sequence[Routed], rows: int) -> list[Tensor]:
         local = self.dispatch(parts, rows)
-        results = [self._run(layer, batch.call, rows) for layer, batch in zip(self._layers, local, strict=True)]
+        results = [
+            self.run_local(layer, batch.call, rows) for layer, batch in zip(self.local_layers, local, strict=True)
+        ]
         return self.combine(local, results)
 
     def dispatch(self, parts: Sequence[Routed], rows: int) -> list[Any]:
@@ -202,7 +207,7 @@ class ExpertParallelMoE(torch.nn.Module):
         rounded = [result.to(self.scheme.result_dtype) for result in results]
         return [total.to(self.scheme.dtype) for total in self.exchange.combine(self.transport, batches, rounded)]
 
-    def _run(self, layer: FoldedMoE, call: Call, agreed_rows: int) -> Tensor:
+    def run_local(self, layer: FoldedMoE, call: Call, agreed_rows: int) -> Tensor:
         """The local launch.
 
         Whether it folds depends on ``agreed_rows`` alone, the largest token count of any rank, which all know. With R
@@ -218,13 +223,14 @@ class ExpertParallelMoE(torch.nn.Module):
             return layer.packed.forward_dual(call, self._side_stream)
         return layer.packed.forward(call, folded=False)
 
-    def _route(self, rank: int, tokens: Tokens, routed_scale: float) -> Routed:
+    def route(self, rank: int, tokens: Tokens, routed_scale: float) -> Routed:
         """Logical experts to physical ones, and to slots where the scheme has them; the scale goes into the weights."""
         ids, weights, gate = tokens.topk_ids, tokens.topk_weights.to(torch.float32), tokens.shared_weights
         gate = None if gate is None else gate.to(torch.float32)
         if routed_scale != 1.0:
             weights = weights * routed_scale
-        if ids.device.type != "cpu" and (self.physical is not None or not self.scheme.slot):
+        counted = self.scheme.slot or self.scheme.dispatch == "symmetric"  # by the remap, or by the sending kernel
+        if ids.device.type != "cpu" and (self.physical is not None or not counted):
             ids = self._without_strays(ids)
         if self.physical is not None:
             ids = to_physical(ids, self.physical, checked=True)
@@ -280,7 +286,14 @@ class ExpertParallelMoE(torch.nn.Module):
     def stats(self) -> dict[str, Any]:
         """The last call (rounds, rows a rank and exchange, tokens over all ranks), and the local layer's own facts.
 
-        ``ids_out_of_range`` counts on GPUs alone; on a CPU such an id is an error.
+        ``ids_out_of_range`` counts on GPUs alone; on a CPU such an id is an error. ``fallback`` says why another
+        strategy runs than was asked for.
+
+        Raises:
+            GroupError: a rank did not write its part of an exchange in time ("symmetric").
         """
-        mine = {"ranks": self.transport.size, **self._last, "ids_out_of_range": int(self._strays)}
-        return self._layers[0].stats() | mine
+        self.exchange.check()
+        mine: dict[str, Any] = {"ranks": self.transport.size, **self._last, "ids_out_of_range": int(self._strays)}
+        if self.fallback:
+            mine["fallback"] = self.fallback
+        return self.local_layers[0].stats() | mine

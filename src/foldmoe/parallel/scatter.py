@@ -77,6 +77,9 @@ class AllToAll:
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
 
+    def check(self) -> None:
+        """Collectives raise by themselves."""
+
     def dispatch(self, transport: Transport, parts: Sequence[Routed], rows: int) -> list[ScatteredBatch]:
         """Each token to the ranks of its experts. ``rows`` is not needed: counts are exchanged."""
         going = [self._outgoing(part) for part in parts]

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from foldmoe.moe.spec import ActivationPrecision
     from foldmoe.planner import LayerPlan
 
-Dispatch = Literal["all_gather", "all_to_all"]
+Dispatch = Literal["all_gather", "all_to_all", "symmetric"]
 Order = Literal["rank", "route"]
 
-DISPATCHES: tuple[Dispatch, ...] = ("all_gather", "all_to_all")
+DISPATCHES: tuple[Dispatch, ...] = ("all_gather", "all_to_all", "symmetric")
 ORDERS: tuple[Order, ...] = ("rank", "route")
 
 
@@ -43,8 +43,7 @@ class Scheme:
         capacity: tokens that one rank may bring to one exchange.
 
     Raises:
-        ValueError: an unknown choice, or "route" with "all_gather", which would return top-k results to every token
-            from every rank.
+        ValueError: an unknown choice, or "route" without "all_to_all": the others have one result a token and rank.
     """
 
     experts_per_rank: tuple[int, ...]
@@ -66,8 +65,10 @@ class Scheme:
         ):
             if found not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; found {found!r}")
-        if self.order == "route" and self.dispatch == "all_gather":
-            raise ValueError("order 'route' needs strategy 'all_to_all': an all-gather has one result a token and rank")
+        if self.order == "route" and self.dispatch != "all_to_all":
+            raise ValueError(
+                f"order 'route' needs strategy 'all_to_all': {self.dispatch!r} has one result a token and rank"
+            )
         if self.capacity < 1:
             raise ValueError(f"max_tokens_per_rank must be at least 1, found {self.capacity}")
         if self.top_k < 0:
@@ -131,6 +132,11 @@ class Scheme:
         """Of one result on its way back."""
         return self.hidden * self.result_dtype.itemsize
 
+    @property
+    def mailbox_bytes(self) -> int:
+        """Of one exchange at capacity, where ranks write to each other."""
+        return self.ranks * self.capacity * max(self.wire.row_bytes, self.result_bytes)
+
     def buffers(self) -> dict[str, int]:
         """Bytes of every buffer of one exchange at capacity and under the worst routing: all tokens to this rank.
 
@@ -146,12 +152,17 @@ class Scheme:
         rows = held
         if self.order == "route":  # a row a route; only a rank's own tokens have a shared one
             rows = routes = held * self.top_k + tokens * self.shared
-        return {
-            "rows sent": sent * row,
-            "rows received": held * row if gathers else others * tokens * row,
+        local = {
             "local x": rows * self.hidden * self.local_dtype.itemsize,
             "local routes": routes * 8,  # int32 and float32
             "local results": rows * result,
+        }
+        if self.dispatch == "symmetric":
+            return {"mailbox": 2 * self.mailbox_bytes, **local}
+        return {
+            "rows sent": sent * row,
+            "rows received": held * row if gathers else others * tokens * row,
+            **local,
             "results received": held * result if gathers else tokens * returns * result,
         }
 

@@ -1,0 +1,1 @@
+"""``foldmoe bench parallel``: one layer over all ranks, phase by phase."""
