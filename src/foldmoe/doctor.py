@@ -9,7 +9,9 @@ import torch
 
 import foldmoe.backends  # noqa: F401  registers the backends that are asked
 from foldmoe import settings
+from foldmoe.integrations.vllm import advice
 from foldmoe.planner import FusionPolicy, capability, devices
+from foldmoe.runtime import kernel_cache
 
 EXTRAS = {
     "triton": "gpu",
@@ -18,7 +20,7 @@ EXTRAS = {
     "accelerate": "transformers",
     "vllm": "vllm",
     "lm_eval": "eval",
-    "matplotlib": "report",
+    "jinja2": "report",
 }
 """Optional packages and the extra that brings each."""
 
@@ -47,8 +49,30 @@ def examine() -> list[Finding]:
         *(_backend(backend, device) for backend in capability.registered()),
         *(_package(name, extra) for name, extra in EXTRAS.items()),
         Finding("policy", _policy(chosen), True, "from FOLDMOE_ variables"),
+        _kernel_cache(),
+        _advised(advice.plugin_state()),
     ]
     return findings
+
+
+def examine_command(words: list[str]) -> list[Finding]:
+    """What stands against folding in a ``vllm serve`` command, flag by flag, and what to change.
+
+    Raises:
+        ValueError: another command.
+    """
+    return [_advised(line) for line in advice.command(words, settings.read().policy)]
+
+
+def _advised(line: advice.Advice) -> Finding:
+    return Finding(line.subject, line.found, line.ok, line.what_to_do)
+
+
+def _kernel_cache() -> Finding:
+    folder, problem = kernel_cache.directory(), kernel_cache.problem()
+    if folder is None:
+        return Finding("kernel cache", "Triton's own", True, "FOLDMOE_CACHE_DIR names another")
+    return Finding("kernel cache", str(folder), problem is None, problem or "from FOLDMOE_CACHE_DIR")
 
 
 def _policy(policy: FusionPolicy) -> str:

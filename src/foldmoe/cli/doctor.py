@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Optional
+
+import typer
+
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
-from foldmoe.doctor import examine
+from foldmoe.doctor import examine, examine_command
+from foldmoe.integrations.vllm.deployments import DEPLOYMENTS
 from foldmoe.report.doctor_table import doctor_table
 
 
-def doctor() -> None:
-    """Say what this machine can run and why not more."""
+def doctor(
+    command: Annotated[
+        Optional[list[str]], typer.Argument(help="After --, a command: what to change so that it folds.")  # noqa: UP045
+    ] = None,
+    deployment: Annotated[
+        str, typer.Option(help=f"Print the commands of a published deployment: {', '.join(DEPLOYMENTS)}.")
+    ] = "",
+) -> None:
+    """Say what this machine can run and why not more; or what a `-- vllm serve ...` command has to change."""
     with errors.shown():
-        console().print(doctor_table(examine()))
+        if deployment:
+            if deployment not in DEPLOYMENTS:
+                raise ValueError(f"no deployment {deployment!r}; there are: {', '.join(DEPLOYMENTS)}")
+            print("\n".join(DEPLOYMENTS[deployment].lines()))
+            return
+        console().print(doctor_table(examine_command(command) if command else examine()))

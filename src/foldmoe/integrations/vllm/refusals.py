@@ -1,0 +1,89 @@
+"""Why a layer stays with vLLM, told from its configuration alone; plain reading, no vLLM import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+EXCHANGES = ("allgather_reducescatter", "naive")
+"""vLLM's all-to-all backends whose dispatch is an all-gather and whose combine is a reduce-scatter."""
+
+
+def of_routed(moe: Any, engine: Any, routed: dict[str, Any]) -> tuple[str, ...]:
+    """What stands against the routed experts.
+
+    Args:
+        moe: vLLM's ``FusedMoEConfig``.
+        engine: vLLM's ``VllmConfig``.
+        routed: keyword arguments of ``RoutedExperts``.
+    """
+    parallel, found = moe.moe_parallel_config, []
+    if moe.is_lora_enabled:
+        found.append("LoRA is on: adapters attach to vLLM's own experts")
+    if parallel.enable_eplb or moe.num_experts != moe.num_logical_experts:
+        found.append("expert load balancing (EPLB) moves experts between ranks at run time")
+    if getattr(engine.parallel_config, "enable_elastic_ep", False):
+        found.append("elastic expert parallelism changes the ranks at run time")
+    if getattr(engine.parallel_config, "enable_dbo", False):
+        found.append("dual-batch overlap (DBO) splits a batch between two streams")
+    if parallel.pcp_size > 1:
+        found.append("prefill context parallelism gathers tokens in an order that is not known here")
+    if moe.is_sequence_parallel:
+        found.append("sequence parallelism splits one rank's tokens over its tensor-parallel ranks")
+    if _offloads(engine):
+        found.append("weights are offloaded to the CPU; folded weights stay on the GPU")
+    if parallel.use_ep and engine.parallel_config.expert_placement_strategy != "linear":
+        found.append(f"experts are placed {engine.parallel_config.expert_placement_strategy}, not in contiguous ranges")
+    if parallel.dp_size > 1 and parallel.all2all_backend not in EXCHANGES:
+        found.append(
+            f"all2all backend {parallel.all2all_backend} has dispatch and combine of its own; "
+            "--all2all-backend allgather_reducescatter folds"
+        )
+    if moe.has_bias:
+        found.append("the experts have biases")
+    found += _activation(moe)
+    if routed.get("apply_router_weight_on_input"):
+        found.append("routing weights multiply the input, not the output")
+    if getattr(engine.load_config, "load_format", "auto") == "ipc_weight_cache":
+        found.append("weights come already processed from another process")
+    return tuple(found)
+
+
+def _offloads(engine: Any) -> bool:
+    """``--cpu-offload-gb`` and its kin; where they are kept differs between versions."""
+    offload = getattr(engine, "offload_config", None)
+    uva = getattr(offload, "uva", None)
+    holders = (getattr(engine, "cache_config", None), uva)
+    prefetch = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
+    return bool(prefetch) or any(getattr(holder, "cpu_offload_gb", 0) for holder in holders)
+
+
+def _activation(moe: Any) -> list[str]:
+    name = getattr(moe.activation, "value", moe.activation)
+    if name != "silu":
+        return [f"the activation is {name}; only silu(gate) * up is known here"]
+    if getattr(moe, "swiglu_alpha", None) not in (None, 1.0) or getattr(moe, "swiglu_beta", None) not in (None, 0.0):
+        return [f"the activation has alpha {moe.swiglu_alpha} and beta {moe.swiglu_beta}"]
+    return []
+
+
+def of_runner(moe: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """What stands against the layer as a whole.
+
+    Args:
+        moe: vLLM's ``FusedMoEConfig``.
+        kwargs: keyword arguments of ``MoERunner``.
+    """
+    found = []
+    if kwargs.get("shared_experts") is None:
+        found.append("the layer has no shared expert of its own: nothing to fold")
+    if kwargs.get("routed_input_transform") is not None or kwargs.get("routed_output_transform") is not None:
+        found.append("routed experts work in a latent space, the shared expert does not")
+    if kwargs.get("shared_expert_gate") is not None:
+        found.append("vLLM fused the shared expert's gate with the router")
+    if type(kwargs.get("router")).__name__ == "ZeroExpertRouter":
+        found.append("the router has zero experts")
+    if moe.in_dtype == torch.float16 and kwargs.get("routed_scaling_factor", 1.0) != 1.0:
+        found.append("in float16 vLLM divides the residual stream by the routed scaling factor; use bfloat16")
+    return tuple(found)

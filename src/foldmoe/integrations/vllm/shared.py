@@ -1,0 +1,129 @@
+"""vLLM's shared MLP, whatever model it belongs to, as weights of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foldmoe.formats import Format, QuantizedTensor
+from foldmoe.integrations.vllm.raw import set_dummy_scales
+from foldmoe.moe import Activation, ExpertSpec, ExpertWeights
+
+_SCALES = "weight_scale_inv"
+_FP8_BLOCKS = {format.block: format for format in (Format.FP8_128x128, Format.FP8_32x32)}
+
+
+@dataclass(frozen=True)
+class SharedMLP:
+    """The parts of a shared MLP: two linear layers, an activation, and maybe a gate.
+
+    Args:
+        gate_up: merged projection, ``[2I, H]``, rows gate then up.
+        down: ``[H, I]``.
+        activation: silu(gate) * up, clamped or not.
+        expert_gate: its sigmoid weighs the shared expert (Qwen); None for weight 1.
+        format: of both.
+    """
+
+    gate_up: nn.Module
+    down: nn.Module
+    activation: Activation
+    expert_gate: nn.Module | None
+    format: Format
+
+    @classmethod
+    def of(cls, module: nn.Module) -> SharedMLP | str:
+        """Read a module's parts, or say why it is none that folds."""
+        gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+        kind = type(module).__name__
+        if not isinstance(gate_up, nn.Module) or not isinstance(down, nn.Module):
+            return f"the shared expert ({kind}) has no gate_up_proj and down_proj"
+        if any("bias" in name for name, _ in module.named_parameters()):
+            return f"the shared expert ({kind}) has biases"
+        activation = _activation(getattr(module, "act_fn", None))
+        if isinstance(activation, str):
+            return activation
+        found, other = _format(gate_up), _format(down)
+        if isinstance(found, str) or found is not other:
+            return f"the shared expert is stored in a way that is not known here ({found}, {other})"
+        if getattr(down, "reduce_results", False) and getattr(down, "tp_size", 1) > 1:
+            return "the shared expert sums over its ranks by itself"
+        return cls(gate_up, down, activation, getattr(module, "expert_gate", None), found)
+
+    @property
+    def width(self) -> int:
+        """I of this rank, zero tails included."""
+        return _weight(self.down).shape[1]
+
+    def spec(self) -> ExpertSpec:
+        """For the plan; tensors need not be loaded yet."""
+        scales = self.down._parameters.get(_SCALES)
+        block = self.format.block
+        if scales is not None and self.width % block[0]:
+            block = gcd(block[0], self.width), block[1]
+        plain = (_weight(self.down) if scales is None else scales).element_size()
+        return ExpertSpec(
+            1, self.width, self.format, block, e8m0_scales=plain == 1, float_bytes=plain if plain > 1 else 0
+        )
+
+    def claim(self, replacement: Any) -> None:
+        """Take the linear layers away from vLLM's own processing, which would repack them."""
+        for linear in (self.gate_up, self.down):
+            linear.quant_method = replacement
+
+    def take(self, dummy: bool = False) -> ExpertWeights:
+        """The loaded weights ``[1, ...]``; vLLM's module no longer holds them.
+
+        Args:
+            dummy: no checkpoint was read (``--load-format dummy``).
+        """
+        (values, scales), (down_values, down_scales) = (self._pop(linear) for linear in (self.gate_up, self.down))
+        for found in (scales, down_scales):
+            if dummy and found is not None:
+                set_dummy_scales(found)
+        down = QuantizedTensor(down_values, down_scales, format=self.format)
+        width = down.shape[-1]
+        if scales is None or width % self.format.block[0] == 0:
+            return ExpertWeights(QuantizedTensor(values, scales, format=self.format), down)
+        # Each half has scales of its own, the last block of each cut short: no block reaches over the boundary.
+        halves = zip(values.chunk(2, dim=1), scales.chunk(2, dim=1), strict=True)
+        gate, up = (QuantizedTensor(*half, format=self.format) for half in halves)
+        return ExpertWeights.from_parts(gate, up, down)
+
+    @staticmethod
+    def _pop(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+        weight, scales = linear._parameters.pop("weight"), linear._parameters.pop(_SCALES, None)
+        assert weight is not None
+        return weight.data[None], None if scales is None else scales.data[None]
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    weight = linear._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def _activation(act: Any) -> Activation | str:
+    """silu(gate) * up, clamped or not, by what vLLM's activation layer states."""
+    kind = type(act).__name__
+    if kind == "SiluAndMul":
+        return Activation()
+    if kind == "SiluAndMulWithClamp" and getattr(act, "alpha", 1.0) == 1.0 and getattr(act, "beta", 0.0) == 0.0:
+        return Activation(float(act.swiglu_limit))
+    return f"the shared expert's activation is {kind}; only silu(gate) * up is known here"
+
+
+def _format(linear: nn.Module) -> Format | str:
+    weight, scales = linear._parameters.get("weight"), linear._parameters.get(_SCALES)
+    if weight is None:
+        return type(getattr(linear, "quant_method", None)).__name__
+    if weight.dtype in (torch.bfloat16, torch.float16, torch.float32) and scales is None:
+        return Format.BF16
+    block = getattr(linear, "weight_block_size", None)
+    if weight.dtype == torch.float8_e4m3fn and scales is not None and block is not None:
+        return _FP8_BLOCKS.get(tuple(block), f"FP8 blocks of {block}")
+    return f"{str(weight.dtype).removeprefix('torch.')} by {type(getattr(linear, 'quant_method', None)).__name__}"

@@ -1,0 +1,87 @@
+"""Small random bf16 checkpoints that vLLM serves with its own model code."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 96,
+    "num_attention_heads": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 1024,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "initializer_range": 0.08,
+}
+
+
+def glm(folder: Path) -> Path:
+    """Glm4Moe, a dense layer and a MoE layer of 8 experts, top-2.
+
+    One MoE layer: no router follows it, so that rounding cannot change a route (random weights have near ties).
+    """
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    config = Glm4MoeConfig(
+        num_hidden_layers=2, num_key_value_heads=2, head_dim=32, n_routed_experts=8, num_experts_per_tok=2, **COMMON
+    )
+    return _save(Glm4MoeForCausalLM, config, folder)
+
+
+def deepseek_v3(folder: Path) -> Path:
+    """DeepseekV3, a dense layer and two MoE layers of 4 experts, all of them chosen: no route can change either."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        num_hidden_layers=3,
+        num_key_value_heads=4,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=4,
+        **COMMON,
+    )
+    saved = _save(DeepseekV3ForCausalLM, config, folder)
+    stated = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**stated, "topk_method": "noaux_tc"}))
+    return saved
+
+
+def _save(model_class: Any, config: Any, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = model_class(config)
+    # Logits below 1: a step of bf16 there is smaller than the gap that the comparison asks for.
+    model.lm_head.weight.data *= 0.25 / (COMMON["initializer_range"] * COMMON["hidden_size"] ** 0.5)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def without_shared(checkpoint: Path, folder: Path) -> Path:
+    """The same checkpoint with every shared expert's down projection zero."""
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        if file.suffix == ".safetensors":
+            tensors = load_file(file)
+            for name, tensor in tensors.items():
+                if ".shared_experts.down_proj." in name or ".shared_experts.w2.weight" in name:
+                    tensors[name] = torch.zeros_like(tensor)
+            save_file(tensors, folder / file.name, metadata={"format": "pt"})
+        elif file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
