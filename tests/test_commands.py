@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from foldmoe import demo
 from foldmoe.cli.main import app
-from foldmoe.evaluate.arms import compare
+from foldmoe.evaluate.result import load
+from foldmoe.evaluate.statistics import judge
 
 WIDE = {"COLUMNS": "160"}
 
@@ -48,13 +49,26 @@ def test_demo_runs_on_random_weights_where_the_trained_ones_were_left_out(monkey
     assert "nothing to ask this model" in done.output
 
 
-def test_serial_and_native_say_the_same_and_a_missing_shared_expert_shows() -> None:
+def test_eval_finds_serial_and_native_alike_and_a_missing_shared_expert(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    serial, native, zeroed = compare(demo.TINY_V4, ["serial", "native", "shared-zeroed"], items=3, device="cpu")
-    assert native.same == serial.same == {"needle": 3, "arithmetic": 3}
-    assert native.answers["needle"].score == 1.0
-    assert zeroed.answers["needle"].score == zeroed.answers["arithmetic"].score == 0.0
-    assert zeroed.flips == {"needle": (3, 0), "arithmetic": (3, 0)}
+    out = tmp_path / "eval.json"
+    words = ["eval", "--items", "3", "--device", "cpu", "--arms", "serial,native,shared-zeroed", "--out", str(out)]
+    done = CliRunner().invoke(app, words, env=WIDE)
+    assert done.exit_code == 0, done.output
+    assert "native against serial: n too small to tell" in done.output  # three items are
+
+    found = load(out)
+    assert [arm.resolved for arm in found.arms] == [
+        "serial on torch 5/5", "native on torch 5/5", "Transformers' own layers"
+    ]  # fmt: skip
+    native, zeroed = judge(found)
+    for (task, metric), pair in native.pairs.items():
+        assert (pair.same, pair.lost, pair.won) == (3, 0, 0)
+        assert found.arm("native").tasks[task].score(metric) == 1.0
+    assert all((pair.lost, pair.won) == (3, 0) for pair in zeroed.pairs.values())
+    worst = found.arm("native").worst_layer
+    assert worst is not None
+    assert 0 < worst.reference < worst.allowed
 
 
 def test_eval_refuses_arms_that_are_not_there() -> None:

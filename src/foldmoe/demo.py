@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
-from foldmoe.evaluate.skills import LONGEST_ANSWER, TaskAnswers, answer, evaluation_items
+from foldmoe.evaluate.skills import LONGEST_ANSWER, TINY_V4, TaskAnswers, answer, evaluation_items
 from foldmoe.planner import CheckpointPlan, FusionPolicy, plan_checkpoint
 from foldmoe.verify import verify
 
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
-
-TINY_V4 = Path(__file__).parent / "assets" / "tiny-v4"
-"""The trained checkpoint in DeepSeek-V4's stored format that comes with the package."""
 
 ARMS = {
     "serial": FusionPolicy("off"),

@@ -47,3 +47,22 @@ def test_word_problems_count_what_follows_the_mark(completion: str, solved: bool
 @pytest.mark.parametrize(("completion", "solved"), [(" 40912", True), ("40912 it is", True), (" 4091", False)])
 def test_needles_count_the_first_number(completion: str, solved: bool) -> None:
     assert Item("?", "40912", " 40912").is_solved_by(completion) is solved
+
+
+def test_the_grid_asks_every_length_and_depth_before_any_twice() -> None:
+    found = items.needle_grid(40, 2026)
+    cells = [cell for cell, _ in found]
+    assert len(set(cells[:20])) == 20
+    assert cells[:20] == cells[20:]
+    assert found[:7] == items.needle_grid(7, 2026)
+    assert len({item.prompt for _, item in found}) == 40
+
+
+def test_the_grid_puts_the_key_where_it_says() -> None:
+    for cell, item in items.needle_grid(20, 2026):
+        length, depth = re.findall(r"\d+", cell)
+        assert items.count_tokens(item.prompt + item.solution) + 2 <= int(length)
+        sentences = [part for part in re.split(r"(?<=\.)", item.prompt.removeprefix("Text:")) if "?" not in part]
+        at = next(i for i, sentence in enumerate(sentences) if "pass key is" in sentence)
+        assert at == round(int(depth) / 100 * (len(sentences) - 1))
+        assert items.is_held_out(item.prompt)

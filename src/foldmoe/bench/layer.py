@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from foldmoe import reference
-from foldmoe.bench import ceilings, shapes, stock, timing, versions
+from foldmoe.bench import ceilings, oracle, shapes, stock, timing, versions
+from foldmoe.bench.peers import peer_arms
+from foldmoe.bench.result import LayerResult, Request, Row
 from foldmoe.layer import FoldedMoE
 from foldmoe.planner import FusionPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from foldmoe.bench.peers import PeerArms
     from foldmoe.bench.shapes import Batch
     from foldmoe.moe import ExpertWeights, LayerSpec
 
@@ -27,74 +28,7 @@ OWN_ARMS = {"folded": "native", "dual-stream": "dual", "serial": "off"}
 _WEIGHT_SETS = 2
 """On a GPU calls alternate between sets, or the shared expert of one would stay in the L2 cache."""
 
-_CHECKED_TOKENS = 8
 _CHECKED_BYTES = 2**30
-
-
-@dataclass(frozen=True)
-class Row:
-    """One arm at one number of tokens.
-
-    Args:
-        seconds: median of a call; low and high beside it.
-        noise: the arm against itself.
-        error: relative to the float64 oracle; None where the layer is too large to check here.
-        floor: seconds that bytes and operations take at the measured ceilings.
-        against: median over the best other arm's that is not ours; None without one.
-    """
-
-    arm: str
-    tokens: int
-    seconds: float
-    low: float
-    high: float
-    noise: float
-    error: float | None
-    floor: float
-    gigabytes_per_second: float
-    teraflops: float
-    against: float | None = None
-
-
-@dataclass(frozen=True)
-class LayerResult:
-    """All rows of one run, and what they were measured on."""
-
-    shape: str
-    what: str
-    spec: str
-    ceilings: ceilings.Ceilings
-    versions: dict[str, str]
-    rows: list[Row] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to time.
-
-    Args:
-        shape: a key of :data:`foldmoe.bench.shapes.SHAPES`.
-        tokens: numbers of rows.
-        arms: of :data:`OWN_ARMS`, and "stock" for Transformers' own.
-        backend: ours, or "auto".
-        rounds: that count.
-        inputs: sets of inputs to rotate over.
-        activations: as in :class:`foldmoe.FusionPolicy`.
-    """
-
-    shape: str
-    tokens: tuple[int, ...]
-    arms: tuple[str, ...] = ("folded", "dual-stream", "serial", "stock")
-    backend: str = "auto"
-    rounds: int = 20
-    inputs: int = 8
-    activations: str = "checkpoint"
-    device: str | None = None
 
 
 def run(request: Request, progress: Callable[[str], None] | None = None) -> LayerResult:
@@ -117,18 +51,22 @@ def run(request: Request, progress: Callable[[str], None] | None = None) -> Laye
         for _ in range(_WEIGHT_SETS if device.type == "cuda" else 1)
     ]
     result = LayerResult(
+        request,
         request.shape,
         shape.what,
         f"H {shape.spec.hidden}, routed {shape.spec.routed}, shared {shape.spec.shared}, top-{shape.spec.top_k}",
         ceilings.measure(device, fp8=shape.spec.activations != "bf16"),
         versions.collect(device),
+        command=request.command,
     )
     arms = _arms(request, shape.spec, sets, result)
+    peers = peer_arms(request.peers, request.arms, shape.spec, sets, request.tokens)
     for tokens in request.tokens:
         if progress:
             progress(f"{request.shape}: {tokens} tokens")
         batches = [shapes.random_batch(shape.spec, tokens, generator) for _ in range(request.inputs)]
-        result.rows.extend(_rows(arms, batches, shape.spec, sets[0], request, device, result.ceilings))
+        result.rows.extend(_rows(arms, peers, batches, shape.spec, sets[0], request, device, result.ceilings))
+    result.refused.update(peers.refused)
     return result
 
 
@@ -171,7 +109,8 @@ def _each(calls: list[Callable[[Batch], Tensor]]) -> Arm:
 
 
 def _rows(
-    arms: dict[str, Arm],
+    own: dict[str, Arm],
+    peers: PeerArms,
     batches: list[Batch],
     spec: LayerSpec,
     weights: Weights,
@@ -185,13 +124,17 @@ def _rows(
         return lambda turn: arm(batches[turn], turn)
 
     with torch.inference_mode():
-        errors = {name: _error(arm, batches[0], spec, weights, request) for name, arm in arms.items()}
+        errors = {name: _error(arm, batches[0], spec, weights, request) for name, arm in own.items()}
+        checked = {name: peers.error(name, batches[0], spec, weights) for name in peers.calls}
+        right = {name: error for name, error in checked.items() if error is not None}
+        arms = own | {name: _each(peers.calls[name]) for name in right}
+        errors.update(right)
         times = timing.interleaved(
             {name: step(arm) for name, arm in arms.items()}, inputs=len(batches), rounds=request.rounds, device=device
         )
     nbytes = sum(shapes.floor_bytes(spec, b.topk_ids) for b in batches) // len(batches)
     operations = shapes.flops(spec, tokens)
-    others = [t.median for name, t in times.items() if name.startswith("transformers")]
+    others = [t.median for name, t in times.items() if name in right or name.startswith("transformers")]
     return [
         Row(
             name,
@@ -211,19 +154,10 @@ def _rows(
 
 
 def _error(arm: Arm, batch: Batch, spec: LayerSpec, weights: Weights, request: Request) -> float | None:
-    """Checked before it is timed. Rows are independent, so that a few tell of all."""
+    """Relative; None where the layer is too large to check here."""
     y = arm(batch, 0)
-    rows = slice(0, min(len(batch.x), _CHECKED_TOKENS))
-    touched = int(batch.topk_ids[rows].unique().numel()) + 1
+    touched = int(batch.topk_ids[: oracle.CHECKED_TOKENS].unique().numel()) + 1
     if touched * spec.routed.width * spec.hidden * 24 > _CHECKED_BYTES and batch.x.device.type == "cpu":
         return None
     precision = spec.activations if request.activations == "checkpoint" else request.activations
-    truth = reference.reference_moe(
-        batch.x[rows],
-        batch.topk_ids[rows],
-        batch.topk_weights[rows],
-        *weights,
-        activation=spec.activation,
-        activations=precision,  # type: ignore[arg-type]
-    )
-    return reference.relative_error(y[rows], truth)
+    return oracle.error(y, batch, spec, weights, precision)  # type: ignore[arg-type]

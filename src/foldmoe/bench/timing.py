@@ -83,8 +83,8 @@ def _clock_timer(step: Step) -> Callable[[int], float]:
     return run
 
 
-def _graph_timer(step: Step, inputs: int, replays: int = 4) -> Callable[[int], float]:
-    """All inputs once in one graph; events around ``replays`` replays that queue behind one more."""
+def captured(step: Step, inputs: int) -> torch.cuda.CUDAGraph:
+    """All inputs once in one graph, after a run outside of it that compiles and allocates."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -95,6 +95,12 @@ def _graph_timer(step: Step, inputs: int, replays: int = 4) -> Callable[[int], f
     with torch.cuda.graph(graph):
         for turn in range(inputs):
             step(turn)
+    return graph
+
+
+def _graph_timer(step: Step, inputs: int, replays: int = 4) -> Callable[[int], float]:
+    """Events around ``replays`` replays that queue behind one more."""
+    graph = captured(step, inputs)
 
     def run(_: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-_PACKAGES = ("torch", "triton", "transformers", "vllm")
+_PACKAGES = ("torch", "triton", "transformers", "vllm", "humming-kernels")
 
 
-def collect(device: torch.device) -> dict[str, str]:
-    """Processor or card, driver, toolkit and packages, by name; what is not there is left out."""
+def collect(device: torch.device, *more: str) -> dict[str, str]:
+    """Processor or card, driver, toolkit and packages (and ``more``), by name; what is not there is left out."""
     found = {"foldmoe": metadata.version("foldmoe") if _installed("foldmoe") else "source"}
-    found |= {name: metadata.version(name) for name in _PACKAGES if _installed(name)}
+    found |= {name: metadata.version(name) for name in (*_PACKAGES, *more) if _installed(name)}
     found["python"] = platform.python_version()
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)

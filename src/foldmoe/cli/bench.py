@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from foldmoe.bench import layer as bench_layer
+from foldmoe.bench.compare import compare
+from foldmoe.bench.peers import PEERS
+from foldmoe.bench.result import LayerResult, Request
 from foldmoe.bench.shapes import SHAPES
 from foldmoe.cli import errors
+from foldmoe.cli.bench_parallel import parallel
+from foldmoe.cli.bench_serve import serve
 from foldmoe.cli.console import console
 from foldmoe.report.bench_table import bench_table
+from foldmoe.report.compare_table import compare_table
 
 app = typer.Typer(help="Speed A/B, arms interleaved.", no_args_is_help=True)
-
-
-@app.callback()
-def _commands() -> None:
-    """Keep subcommands even while there is one."""
+app.command("serve")(serve)
+app.command("parallel")(parallel)
 
 
 @app.command("layer")
@@ -31,22 +33,36 @@ def layer(
     activations: Annotated[str, typer.Option(help="checkpoint, bf16, fp8 or fp8_token.")] = "checkpoint",
     rounds: Annotated[int, typer.Option(help="Rounds that count.")] = 20,
     device: Annotated[str | None, typer.Option(help="A torch device; default: the GPU if there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+    inputs: Annotated[int, typer.Option(help="Sets of inputs to rotate over.")] = 8,
+    peers: Annotated[str, typer.Option(help=f"Other libraries, also timed: {', '.join(PEERS)}.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write the result, for --compare and 'foldmoe report'.")] = None,
+    against: Annotated[
+        Path | None, typer.Option("--compare", help="An earlier result; exit 1 where a row is slower than the noise.")
+    ] = None,
 ) -> None:
-    """Time one MoE layer: our arms over the same weights, and Transformers' own experts where weights are bf16."""
+    """Time one MoE layer: our arms, other libraries, and Transformers' experts where weights are bf16."""
     screen = console()
     with errors.shown():
-        request = bench_layer.Request(
+        old = LayerResult.load(against) if against else None
+        request = Request(
             shape,
             tuple(int(part) for part in tokens.split(",")),
             tuple(arms.split(",")),
             backend,
             rounds,
+            inputs,
             activations=activations,
             device=device,
+            peers=tuple(peers.split(",")) if peers else (),
         )
         with screen.status("timing") as status:
             result = bench_layer.run(request, status.update)
     screen.print(bench_table(result))
     if out:
-        out.write_text(json.dumps(result.as_dict(), indent=1))
+        result.save(out)
+    if old:
+        with errors.shown():
+            found = compare(old, result)
+        screen.print(compare_table(found, str(against)))
+        if found.regressions:
+            raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""``foldmoe eval``: accuracy A/B on tiny-v4's skills."""
+"""``foldmoe eval``: accuracy A/B, arms asked the same questions, with paired statistics."""
 
 from __future__ import annotations
 
@@ -6,30 +6,114 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from foldmoe.bench.serve import ranks
+from foldmoe.bench.versions import collect
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
-from foldmoe.demo import TINY_V4
-from foldmoe.evaluate.arms import ARMS, compare
-from foldmoe.report.eval_table import eval_table
+from foldmoe.evaluate.arms import ARMS
+from foldmoe.evaluate.presets import PRESETS
+from foldmoe.evaluate.request import OWN_TASKS, from_options
+from foldmoe.evaluate.run import run
+from foldmoe.report.eval_table import eval_report
+
+_USUAL_ARMS = "serial,native,slot-requantized,transformers,shared-zeroed,routed-zeroed"
+
+
+class _Bars:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def step(self, label: str, total: int | None) -> Callable[[int], None]:
+        number = self._progress.add_task(label, total=total)
+        return lambda done: self._progress.advance(number, done)
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of tiny-v4's family.")] = TINY_V4,
-    arms: Annotated[str, typer.Option(help=f"Of {', '.join(ARMS)}.")] = ",".join(ARMS),
-    items: Annotated[int, typer.Option(help="Items a task.")] = 200,
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="A local checkpoint; default: tiny-v4. With --server: the tokenizer's.")
+    ] = None,
+    arms: Annotated[str | None, typer.Option(help=f"In process: {', '.join(ARMS)}.")] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(help="A served arm: native=http://localhost:8000/v1; repeat it."),
+    ] = None,
+    state_dir: Annotated[
+        list[str] | None, typer.Option(help="ARM=FOLDER: FOLDMOE_STATE_DIR of a served arm, to read what it runs.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help=f"{', '.join(OWN_TASKS)}, or any of lm-eval's and foldmoe_*.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help=f"A published protocol: {', '.join(PRESETS)}.")] = None,
+    items: Annotated[int | None, typer.Option(help="Items a task; default: 200 of our own, all of lm-eval's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling, shuffles and few-shot examples.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="New tokens an answer; default: the task's.")] = None,
+    shots: Annotated[int | None, typer.Option(help="Examples before the question; default: the task's.")] = None,
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help="Through the chat template.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Requests in flight to a server.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Prompts at a time in process.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Of RULER's texts, in tokens: 4096,8192.")] = None,
+    think_end: Annotated[str | None, typer.Option(help="What ends thinking, where a server leaves it in.")] = None,
+    margin: Annotated[float | None, typer.Option(help="A difference within this share counts as equal.")] = None,
     device: Annotated[str | None, typer.Option(help="A torch device; default: the GPU if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write every answer and score as JSON.")] = None,
 ) -> None:
-    """Ask the same questions in every arm and compare the answers with the unfolded run's."""
+    """Ask the same questions in every arm; say whether the answers differ by more than chance."""
     screen = console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with errors.shown(), Progress(*columns, console=screen) as progress:
+    with errors.shown():
+        served, states = _pairs("--server", server), _pairs("--state-dir", state_dir)
+        request = from_options(
+            checkpoint=checkpoint,
+            arms=_words(arms or (None if served else _USUAL_ARMS)),
+            server=served or None,
+            state_dir=states or None,
+            tasks=_words(tasks),
+            preset=preset,
+            items=items,
+            seed=seed,
+            max_tokens=max_tokens,
+            shots=shots,
+            chat=chat,
+            concurrency=concurrency,
+            batch=batch,
+            lengths=tuple(map(int, _words(lengths) or ())) or None,
+            think_end=think_end,
+            margin=margin,
+            device=device,
+        )
+        runs = {arm: _runs(arm, Path(folder)) for arm, folder in request.state_dir.items()}
+        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        versions = collect(target, "lm_eval", "scipy")
+        with Progress(*columns, console=screen) as progress:
+            result = run(request, _Bars(progress), versions=versions, states=runs)
+        screen.print(eval_report(result))
+        if out:
+            result.save(out)
 
-        def bar(arm: str, task: str, total: int) -> Callable[[int], None]:
-            number = progress.add_task(f"{arm}: {task}", total=total)
-            return lambda done: progress.advance(number, done)
 
-        scores = compare(checkpoint, arms.split(","), items=items, device=device, progress=bar)
-    screen.print(eval_table(scores, checkpoint.name))
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return tuple(word.strip() for word in text.split(",")) if text else None
+
+
+def _pairs(option: str, given: list[str] | None) -> dict[str, str]:
+    pairs = {}
+    for entry in given or ():
+        name, _, value = entry.partition("=")
+        if not name or not value:
+            raise ValueError(f"{option} takes ARM=VALUE, found {entry!r}")
+        pairs[name] = value
+    return pairs
+
+
+def _runs(arm: str, folder: Path) -> str:
+    """What a server's ranks say they run, in one line."""
+    found = ranks.read(folder)
+    if not found:
+        raise ValueError(f"arm {arm}: no rank wrote to {folder}; start the server with FOLDMOE_STATE_DIR={folder}")
+    if len({rank.digest for rank in found}) > 1:
+        raise ValueError(f"arm {arm}: the ranks in {folder} run different plans; is it left from another server?")
+    return f"{found[0].decisions()[0]}, {len(found)} rank{'s'[: len(found) > 1]}"

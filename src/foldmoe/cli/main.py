@@ -9,8 +9,11 @@ from foldmoe.cli.demo import demo
 from foldmoe.cli.doctor import doctor
 from foldmoe.cli.eval import evaluate
 from foldmoe.cli.plan import plan
+from foldmoe.cli.report import report
 from foldmoe.cli.requantize import requantize
+from foldmoe.cli.serve import serve
 from foldmoe.cli.verify import verify
+from foldmoe.cli.warmup import warmup
 
 app = typer.Typer(
     name="foldmoe",
@@ -26,3 +29,8 @@ app.add_typer(bench, name="bench")
 app.command("demo")(demo)
 app.command("doctor")(doctor)
 app.command("eval")(evaluate)
+app.command("report")(report)
+app.command("warmup")(warmup)
+app.command(
+    "serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
+)(serve)

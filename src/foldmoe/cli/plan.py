@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-import foldmoe.backends  # noqa: F401  registers the backends that the planner asks
+import foldmoe
+import foldmoe.backends  # registers the backends that the planner asks
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
 from foldmoe.cli.policy import asked
 from foldmoe.parallel.estimate import estimate as estimated
 from foldmoe.parallel.kernel_times import EFFICIENCY, Measured
-from foldmoe.planner import plan_checkpoint
+from foldmoe.planner import FusionPolicy, plan_checkpoint
 from foldmoe.report.estimate_table import estimate_table
 from foldmoe.report.plan_table import plan_table
 
@@ -54,9 +57,25 @@ def plan(
             table = Measured.read(measured) if measured else None
             expected = estimated(found, counts, link=link, efficiency=efficiency, measured=table)
     if as_json:
-        extra = {"estimate": expected.as_dict()} if expected else {}
+        extra: dict[str, Any] = {
+            "command": _command(path_or_repo, policy, {"ep": ep, "tp": tp, "device": device}),
+            "versions": {"foldmoe": foldmoe.__version__},
+        }
+        if expected:
+            extra["estimate"] = expected.as_dict()
         typer.echo(json.dumps(found.as_dict() | extra, indent=2))
         return
     console().print(plan_table(found))
     if expected:
         console().print(estimate_table(found, expected))
+
+
+def _command(path_or_repo: str, policy: FusionPolicy, options: dict[str, Any]) -> str:
+    """The command that plans the same again, whatever the environment then says."""
+    words = ["foldmoe", "plan", path_or_repo]
+    for name, value in (options | asdict(policy)).items():
+        if value is True:
+            words.append(f"--{name.replace('_', '-')}")
+        elif value not in (None, False):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join([*words, "--json"])

@@ -1,1 +1,1 @@
-"""Accuracy: what tiny-v4 is asked, and how answers are scored."""
+"""Accuracy A/B: who is asked what, how answers are scored, and what the difference between two arms may mean."""

@@ -1,22 +1,35 @@
-"""tiny-v4's skills in several arms: the same questions, the stored file read in different ways."""
+"""The arms of an accuracy A/B in process: the same stored file, read and run in different ways."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foldmoe.evaluate.skills import LONGEST_ANSWER, TaskAnswers, answer, evaluation_items
+from foldmoe.evaluate.result import LayerError
 from foldmoe.planner import FusionPolicy
+from foldmoe.verify import verify
 
 if TYPE_CHECKING:
-    from foldmoe.evaluate.items import Item
+    from collections.abc import Callable
+    from pathlib import Path
 
-Progress = Callable[[str, str, int], Callable[[int], None]]
-"""(arm, task, items) to a function that is called with the items done."""
+    from foldmoe.layer import FoldedMoE
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run a checkpoint.
+
+    Args:
+        build: (folder, device) to a Transformers model in eval mode.
+        policy: of our layers; None where they are not ours.
+    """
+
+    build: Callable[[Path, torch.device], Any]
+    policy: FusionPolicy | None = None
 
 
 def _transformers(path: Path, device: torch.device) -> Any:
@@ -26,16 +39,16 @@ def _transformers(path: Path, device: torch.device) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
 
 
-def _folded(policy: FusionPolicy) -> Callable[[Path, torch.device], Any]:
+def _ours(policy: FusionPolicy) -> Arm:
     def build(path: Path, device: torch.device) -> Any:
         from foldmoe.integrations.transformers import load
 
         return load(path, policy, device=device, quiet=True)
 
-    return build
+    return Arm(build, policy)
 
 
-def _zeroed(part: str) -> Callable[[Path, torch.device], Any]:
+def _zeroed(part: str) -> Arm:
     """A control: without one kind of expert the scores must fall, or they say nothing about it."""
 
     def build(path: Path, device: torch.device) -> Any:
@@ -49,93 +62,46 @@ def _zeroed(part: str) -> Callable[[Path, torch.device], Any]:
                 target.zero_()  # type: ignore[operator]
         return model
 
-    return build
+    return Arm(build)
 
 
-ARMS: dict[str, Callable[[Path, torch.device], Any]] = {
-    "transformers": _transformers,
-    "serial": _folded(FusionPolicy("off")),
-    "native": _folded(FusionPolicy("native")),
-    "slot-requantized": _folded(FusionPolicy("slot", allow_requantize=True)),
+ARMS: dict[str, Arm] = {
+    "transformers": Arm(_transformers),
+    "serial": _ours(FusionPolicy("off")),
+    "native": _ours(FusionPolicy("native")),
+    "slot": _ours(FusionPolicy("slot")),
+    "slot-requantized": _ours(FusionPolicy("slot", allow_requantize=True)),
     "shared-zeroed": _zeroed("shared"),
     "routed-zeroed": _zeroed("routed"),
 }
+"""By name. ``serial`` is what the others are compared with."""
 
 
-@dataclass(frozen=True)
-class ArmScore:
-    """What one arm answered.
+def resolved(model: Any) -> str:
+    """What a model's layers really run, read from the layers: "native on torch 5/5", or that they are not ours."""
+    from foldmoe.integrations.transformers import FoldedBlock
 
-    Args:
-        same: by task, items whose answers are the first of our arms' to the token.
-        flips: by task, (right before and wrong now, wrong before and right now), against the same arm.
-    """
+    layers: list[FoldedMoE] = [block.moe for block in model.modules() if isinstance(block, FoldedBlock)]
+    if not layers:
+        return "Transformers' own layers"
+    kinds = Counter(
+        f"{plan.strategy if plan.folded else plan.arm} on {plan.backend}{', requantised' if plan.requantize else ''}"
+        for plan in (moe.plan for moe in layers)
+    )
+    return "; ".join(f"{kind} {count}/{len(layers)}" for kind, count in kinds.items())
 
-    arm: str
-    answers: dict[str, TaskAnswers]
-    same: dict[str, int]
-    flips: dict[str, tuple[int, int]]
 
-
-def compare(
-    path: str | Path,
-    arms: Sequence[str],
-    *,
-    items: int = 200,
-    device: torch.device | str | None = None,
-    progress: Progress | None = None,
-) -> list[ArmScore]:
-    """Ask every arm the same items.
-
-    Args:
-        path: a checkpoint of tiny-v4's family, with its tokenizer.
-        arms: of :data:`ARMS`; answers are compared with those of "serial" where it is among them, else of the first.
-        items: items a task.
-        device: the GPU if there is one.
-        progress: see :data:`Progress`.
+def layer_errors(path: str | Path, arm: str, device: torch.device) -> tuple[LayerError, ...]:
+    """Every layer of an arm on random bf16 input; empty where its layers are not ours.
 
     Raises:
-        ValueError: an unknown arm.
+        CheckpointError: a checkpoint that cannot be read.
     """
-    if unknown := [arm for arm in arms if arm not in ARMS]:
-        raise ValueError(f"no arm {', '.join(unknown)}; there are: {', '.join(ARMS)}")
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    asked = evaluation_items(items)
-    said = {arm: _ask(Path(path), arm, asked, target, progress) for arm in arms}
-    baseline = said["serial" if "serial" in said else arms[0]]
-    return [
-        ArmScore(
-            arm,
-            answers,
-            {task: _same(mine, baseline[task]) for task, mine in answers.items()},
-            {task: _flips(mine, baseline[task]) for task, mine in answers.items()},
-        )
-        for arm, answers in said.items()
-    ]
-
-
-def _ask(
-    path: Path, arm: str, asked: dict[str, list[Item]], device: torch.device, progress: Progress | None
-) -> dict[str, TaskAnswers]:
-    from transformers import AutoTokenizer
-
-    model, tokenizer = ARMS[arm](path, device), AutoTokenizer.from_pretrained(path)
-    return {
-        task: answer(
-            model,
-            tokenizer,
-            questions,
-            LONGEST_ANSWER[task],
-            progress=progress(arm, task, len(questions)) if progress else None,
-        )
-        for task, questions in asked.items()
-    }
-
-
-def _same(mine: TaskAnswers, baseline: TaskAnswers) -> int:
-    return sum(a == b for a, b in zip(mine.tokens, baseline.tokens, strict=True))
-
-
-def _flips(mine: TaskAnswers, baseline: TaskAnswers) -> tuple[int, int]:
-    pairs = list(zip(baseline.solved, mine.solved, strict=True))
-    return sum(before and not now for before, now in pairs), sum(now and not before for before, now in pairs)
+    policy = ARMS[arm].policy
+    if policy is None:
+        return ()
+    return tuple(
+        LayerError(check.layer, check.how, check.folded, check.agreement, check.tolerance, check.problems)
+        for check in verify(path, policy=policy, device=device, dtype=torch.bfloat16)
+        if not check.skipped
+    )

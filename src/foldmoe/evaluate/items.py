@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+NEEDLE_LENGTHS = (128, 256, 384, 512)
+NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
 # The tokenizer cuts text exactly here, and every piece that the grammar makes is one token.
 PIECE = re.compile(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s")
 
@@ -161,14 +164,18 @@ def filler(rng: random.Random, tokens: int) -> list[str]:
     return sentences
 
 
-def needle(rng: random.Random, tokens: int, digits: int = 5) -> Item:
-    """A pass key hidden at a random depth; prompt, answer, begin and end marks are at most `tokens` tokens."""
+def needle(rng: random.Random, tokens: int, digits: int = 5, depth: float | None = None) -> Item:
+    """A pass key hidden at `depth`, 0 (first) to 1 (last sentence) or random.
+
+    Prompt, answer, begin and end marks are at most `tokens` tokens together.
+    """
     key = "".join(rng.choice("0123456789") for _ in range(digits))
     statement = f" The pass key is {key}."
     question = " What is the pass key?\nAnswer:"
     frame = count_tokens("Text:" + statement + question) + 1 + digits + 2
     sentences = filler(rng, tokens - frame)
-    sentences.insert(rng.randint(0, len(sentences)), statement)
+    at = rng.randint(0, len(sentences)) if depth is None else round(depth * len(sentences))
+    sentences.insert(at, statement)
     return Item("Text:" + "".join(sentences) + question, key, " " + key)
 
 
@@ -215,6 +222,20 @@ def needle_items(n: int, seed: int, *, shortest: int = 256, longest: int = 512) 
     # `filler` falls short of what it was asked for by less than one sentence.
     lowest = min(shortest + LONGEST_SENTENCE - 1, longest)
     return held_out(lambda rng: needle(rng, rng.randint(lowest, longest)), n, seed)
+
+
+def needle_grid(
+    n: int, seed: int, *, lengths: tuple[int, ...] = NEEDLE_LENGTHS, depths: tuple[float, ...] = NEEDLE_DEPTHS
+) -> list[tuple[str, Item]]:
+    """`n` held-out pass-key items with their cell, "length at depth"; every cell gets its turn before any gets two."""
+    cells = [(length, depth) for length in lengths for depth in depths]
+    turns = -(-n // len(cells))
+    made = [
+        held_out(lambda rng, t=length, d=depth: needle(rng, t, depth=d), turns, seed + cell)  # type: ignore[misc]
+        for cell, (length, depth) in enumerate(cells)
+    ]
+    labels = [f"{length} tokens at {depth:.0%}" for length, depth in cells]
+    return [(label, found[turn]) for turn in range(turns) for label, found in zip(labels, made, strict=True)][:n]
 
 
 def arithmetic_items(n: int, seed: int, *, limit: int = 99) -> list[Item]:

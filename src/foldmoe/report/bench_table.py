@@ -10,32 +10,40 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from foldmoe.bench.layer import LayerResult, Row
+    from foldmoe.bench.result import LayerResult, Row
+
+
+HEADINGS = ("tokens", "arm", "us", "low..high", "noise", "GB/s", "TFLOP/s", "x floor", "vs peer", "error")
 
 
 def bench_table(result: LayerResult) -> RenderableType:
     """One row an arm and number of tokens; a section a number of tokens."""
     table = Table(title=f"shape {result.shape}: {result.what} ({result.spec})", title_justify="left")
-    headings = ("tokens", "arm", "us", "low..high", "noise", "GB/s", "TFLOP/s", "x floor", "vs stock", "error")
-    for heading in headings:
+    for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for _, rows in groupby(result.rows, key=lambda row: row.tokens):
         for row in rows:
-            table.add_row(*_cells(row))
+            table.add_row(*cells(row))
         table.add_section()
-    ceilings = result.ceilings
-    lines = [
-        f"ceilings in this run: {ceilings.read_bandwidth / 1e9:,.0f} GB/s read, "
-        f"{ceilings.matmul / 1e12:,.2f} TFLOP/s {ceilings.matmul_dtype}",
-        ", ".join(f"{name} {version}" for name, version in result.versions.items()),
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    return Group(table, *(Text(line) for line in (versions, *remarks(result))))
+
+
+def remarks(result: LayerResult) -> list[str]:
+    """What floors are made of, what errors mean, what did not run and why."""
+    found = result.ceilings
+    return [
+        f"ceilings in this run: {found.read_bandwidth / 1e9:,.0f} GB/s read, "
+        f"{found.matmul / 1e12:,.2f} TFLOP/s {found.matmul_dtype}",
+        *(["errors of peers: against the float64 oracle on unquantised activations"] if result.request.peers else []),
         *(f"not run: {arm}: {reason}" for arm, reason in result.refused.items()),
     ]
-    return Group(table, *(Text(line) for line in lines))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
+    """A row under :data:`HEADINGS`."""
     versus = "" if row.against is None else f"{row.against:.3f}"
-    if row.against is not None and abs(row.against - 1) <= row.noise:
+    if row.against is not None and 0 < abs(row.against - 1) <= row.noise:
         versus += " tie"
     return (
         f"{row.tokens:,}",

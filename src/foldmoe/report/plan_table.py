@@ -36,16 +36,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """``layers.0..39.ffn`` for forty layers."""
-        names = [row.layer for row in self.rows]
-        numbers = [re.split(r"(\d+)", name) for name in (names[0], names[-1])]
-        differing = [i for i, (a, b) in enumerate(zip(*numbers, strict=False)) if a != b]
-        if len(names) == 1:
-            return names[0]
-        if len(differing) != 1 or differing[0] % 2 == 0:  # not one number, which stands at an odd place
-            return f"{names[0]} .. {names[-1]}"
-        where = differing[0]
-        return "".join((*numbers[0][: where + 1], "..", *numbers[1][where:]))
+        return span(self.rows[0].layer, self.rows[-1].layer)
 
     @property
     def digest(self) -> str:
@@ -56,6 +47,18 @@ class Run:
 
     def total(self, field: str) -> int:
         return sum(int(getattr(row, field)) for row in self.rows)
+
+
+def span(first: str, last: str) -> str:
+    """``layers.0..39.ffn`` for forty layers."""
+    if first == last:
+        return first
+    numbers = [re.split(r"(\d+)", name) for name in (first, last)]
+    differing = [i for i, (a, b) in enumerate(zip(*numbers, strict=False)) if a != b]
+    if len(differing) != 1 or differing[0] % 2 == 0:  # not one number, which stands at an odd place
+        return f"{first} .. {last}"
+    where = differing[0]
+    return "".join((*numbers[0][: where + 1], "..", *numbers[1][where:]))
 
 
 def runs(rows: Sequence[Row]) -> list[Run]:
@@ -71,7 +74,7 @@ def _key(row: Row) -> tuple[object, ...]:
     return (
         s.draft, s.hidden, s.top_k, s.routed, s.shared, s.activation, s.shared_activation, s.shared_gate, s.notes,
         row.strategy, row.arm, row.backend, row.activations, row.bytes_before, row.bytes_after, row.padded_width,
-        row.requantize, row.fold_rows, reasons,
+        row.requantize, row.fold_rows, row.tiles, reasons,
     )  # fmt: skip
 
 
@@ -87,11 +90,15 @@ def plan_table(plan: CheckpointPlan) -> RenderableType:
     for run in runs(plan.rows):
         table.add_row(*_cells(run))
         first = run.first
-        notes = () if isinstance(first, StockLayer) else first.spec.notes
+        notes = () if isinstance(first, StockLayer) else (*first.spec.notes, *_tiles(first))
         remarks += [Text(f"{run.label}: {line}") for line in (*first.reasons, *notes)]
     lines = [Text(f"note: {note}") for note in plan.notes]
     total = Text(f"{plan.summary}   digest {plan.digest}", style="bold")
     return Group(table, *remarks, *lines, total) if plan.rows else Group(*lines, total)
+
+
+def _tiles(plan: LayerPlan) -> tuple[str, ...]:
+    return (f"tiles of {plan.backend}: {plan.tiles}",) if plan.tiles else ()
 
 
 def _ranks(plan: CheckpointPlan) -> str:

@@ -1,0 +1,81 @@
+"""In which order things happen, and how long what is left will take."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foldmoe.bench.serve.results import ServeResult
+    from foldmoe.bench.serve.workloads import Workload
+
+START = "start"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What takes time: a server's start, or one pass of one workload.
+
+    Args:
+        name: :data:`START`, or the workload's.
+        tokens: that it reads and writes; 0 for a start.
+    """
+
+    name: str
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One server: which arm, which repeat, and the workloads that it still has to run."""
+
+    arm: str
+    repeat: int
+    workloads: tuple[Workload, ...]
+
+    @property
+    def steps(self) -> list[Step]:
+        """The start, a pass over all workloads that warms, and one that counts."""
+        passes = [Step(workload.name, workload.tokens) for workload in self.workloads]
+        return [Step(START), *passes, *passes]
+
+
+def visits(result: ServeResult) -> list[Visit]:
+    """Arms interleaved: every round serves all of them, A1 B1 C1 A2 ...; valid runs that are there are not repeated."""
+    done = {(run.arm, run.repeat, run.workload) for run in result.runs if not run.invalid}
+    planned = []
+    for repeat in range(1, result.repeats + 1):
+        for arm in result.served:
+            left = tuple(w for w in result.workloads.workloads if (arm, repeat, w.name) not in done)
+            if left:
+                planned.append(Visit(arm, repeat, left))
+    return planned
+
+
+class Clock:
+    """Guesses the time left from what steps of the same name took; a workload never seen costs what its tokens do."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[float]] = {}
+        self._rates: list[float] = []
+
+    def took(self, step: Step, seconds: float) -> None:
+        """Note a step that ended."""
+        self._seen.setdefault(step.name, []).append(seconds)
+        if step.tokens:
+            self._rates.append(seconds / step.tokens)
+
+    def left(self, steps: Sequence[Step]) -> float | None:
+        """Seconds; None before anything of the kind has been seen."""
+        total = 0.0
+        for step in steps:
+            if step.name in self._seen:
+                total += statistics.median(self._seen[step.name])
+            elif step.tokens and self._rates:
+                total += step.tokens * statistics.median(self._rates)
+            else:
+                return None
+        return total

@@ -1,0 +1,118 @@
+"""One accuracy run: every arm is asked the same questions, in process or served, and its layers are checked first."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from foldmoe.evaluate import harness as lm_eval_harness
+from foldmoe.evaluate import server, skills
+from foldmoe.evaluate.arms import ARMS, layer_errors, resolved
+from foldmoe.evaluate.result import ArmResult, EvalResult, LayerError, TaskResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from foldmoe.evaluate.request import Request
+
+_OWN_ITEMS = 200
+
+
+class Steps(Protocol):
+    """Where a run reports."""
+
+    def step(self, label: str, total: int | None) -> Callable[[int], None]:
+        """Begin a step of ``total`` units (None: unknown); call the result with the units done since the last call."""
+        ...
+
+
+def run(
+    request: Request,
+    steps: Steps,
+    *,
+    versions: Mapping[str, str] | None = None,
+    states: Mapping[str, str] | None = None,
+) -> EvalResult:
+    """Ask every arm.
+
+    Args:
+        request: what is asked; its baseline is the arm "serial", else "stock", else the first.
+        steps: where progress goes.
+        versions: of packages and devices, for the record.
+        states: what served arms are known to run, by name.
+
+    Raises:
+        ValueError: an unknown arm or task, a server that does not answer, or lm-eval missing where it is needed.
+        CheckpointError: a checkpoint that cannot be read.
+    """
+    if unknown := [arm for arm in request.arms if arm not in ARMS]:
+        raise ValueError(f"no arm {', '.join(unknown)}; there are: {', '.join(ARMS)}")
+    servers = {arm: server.describe(arm, url) for arm, url in request.server.items()}
+    harness = None
+    asked_by = "foldmoe's own scoring"
+    if not request.uses_own_tasks:
+        asked_by = lm_eval_harness.require()
+        done = steps.step("loading tasks", 1)
+        harness = lm_eval_harness.Harness(request)
+        done(1)
+    arms = [_in_process(request, arm, harness, steps) for arm in request.arms]
+    arms += [_served(request, arm, facts, harness, steps, states or {}) for arm, facts in servers.items()]
+    names = [arm.arm for arm in arms]
+    baseline = next((name for name in ("serial", "stock") if name in names), names[0])
+    source = Path(request.checkpoint or skills.TINY_V4).name
+    if not request.checkpoint and servers:
+        source = next(iter(servers.values()))["model"]
+    notes = tuple(dict.fromkeys(harness.notes)) if harness else ()
+    return EvalResult(source, request, baseline, tuple(arms), asked_by, dict(versions or {}), notes)
+
+
+def _in_process(request: Request, arm: str, harness: lm_eval_harness.Harness | None, steps: Steps) -> ArmResult:
+    from transformers import AutoTokenizer
+
+    path = Path(request.checkpoint or skills.TINY_V4)
+    device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    layers = _layers(path, arm, device, steps)
+    torch.manual_seed(request.seed)
+    model = ARMS[arm].build(path, device)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if harness is not None:
+        done = steps.step(f"{arm}: {', '.join(request.tasks)}", harness.answers)
+        tasks = harness.ask(lm_eval_harness.in_process(model, tokenizer, request, done))
+    else:
+        tasks = {task: _ask(request, arm, task, model, tokenizer, steps) for task in request.tasks}
+    result = ArmResult(arm, resolved(model), tasks, layers)
+    del model
+    gc.collect()  # the next arm's weights must find room
+    return result
+
+
+def _ask(request: Request, arm: str, task: str, model: Any, tokenizer: Any, steps: Steps) -> TaskResult:
+    count = request.items or _OWN_ITEMS
+    done = steps.step(f"{arm}: {task}", count)
+    return skills.ask(model, tokenizer, task, count, token_limit=request.max_tokens, batch=request.batch, progress=done)
+
+
+def _layers(path: Path, arm: str, device: torch.device, steps: Steps) -> tuple[LayerError, ...]:
+    if ARMS[arm].policy is None:
+        return ()
+    done = steps.step(f"{arm}: layers", 1)
+    errors = layer_errors(path, arm, device)
+    done(1)
+    return errors
+
+
+def _served(
+    request: Request,
+    arm: str,
+    facts: dict[str, str],
+    harness: lm_eval_harness.Harness | None,
+    steps: Steps,
+    states: Mapping[str, str],
+) -> ArmResult:
+    assert harness is not None  # a request with servers has tasks of lm-eval
+    done = steps.step(f"{arm}: {', '.join(request.tasks)}", harness.answers)
+    tasks = harness.ask_server(arm, facts, done)
+    return ArmResult(arm, states.get(arm, ""), tasks, server=facts)
