@@ -1,0 +1,184 @@
+"""The two producer warps: copies of weights, and of tokens once what they need has been stored."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from foldmoe.backends.hopper.kernels.tickets import HEAD, advance, hand_out, locate, read_head, receive, ticket_count
+
+# Names that changed between Triton 3.6 and 3.9.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_OLD_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
+
+# Wait until *$1 >= $2; after two seconds report to $3 and trap. The fence orders later bulk copies after the acquire.
+_SPIN = gl.constexpr("""{
+.reg .pred p, q;
+.reg .b32 v;
+.reg .b64 start, now;
+ld.acquire.gpu.global.b32 v, [$1];
+setp.ge.s32 p, v, $2;
+@p bra DONE;
+mov.u64 start, %globaltimer;
+AGAIN:
+nanosleep.u32 32;
+ld.acquire.gpu.global.b32 v, [$1];
+setp.ge.s32 p, v, $2;
+@p bra DONE;
+mov.u64 now, %globaltimer;
+sub.s64 now, now, start;
+setp.lt.s64 q, now, 2000000000;
+@q bra AGAIN;
+st.volatile.global.b32 [$3+4], $4;
+st.volatile.global.b32 [$3+8], v;
+st.volatile.global.b32 [$3+12], $2;
+st.volatile.global.b32 [$3], 1;
+fence.acq_rel.sys;
+trap;
+DONE:
+fence.proxy.async.global;
+mov.b32 $0, v;
+}""")
+
+
+@gluon.jit
+def fp4_view(weights, slot, WGS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout(0, 8, 2)
+    if _OLD_REINTERPRET:
+        return weights.index(slot)._reinterpret(gl.uint8, [WGS * 32, 256], layout).slice(0, WGS * 16)
+    else:
+        return weights.index(slot).reinterpret(gl.uint8, [WGS * 32, 256], layout).slice(0, WGS * 16)
+
+
+@gluon.jit
+def _copy_fp4(
+    codes, exponents, unit, steps, slot, phase, weights, offsets, full, empty, WGS: gl.constexpr, ST: gl.constexpr
+):
+    for _ in range(steps):
+        mbarrier.wait(empty.index(slot), phase)
+        bar = full.index(slot)
+        mbarrier.expect(bar, WGS * 4352)
+        tma_load(codes, [unit * 16, 0], bar, fp4_view(weights, slot, WGS))
+        tma_load(exponents, [unit, 0], bar, offsets.index(slot))
+        unit += 4
+        slot, phase = advance(slot, phase, ST)
+    return slot, phase
+
+
+@gluon.jit
+def _copy_fp8(values, unit, steps, slot, phase, weights, full, empty, WGS: gl.constexpr, ST: gl.constexpr):
+    for _ in range(steps):
+        mbarrier.wait(empty.index(slot), phase)
+        bar = full.index(slot)
+        mbarrier.expect(bar, WGS * 8192)
+        tma_load(values, [unit * 64, 0], bar, weights.index(slot))
+        unit += 4
+        slot, phase = advance(slot, phase, ST)
+    return slot, phase
+
+
+@gluon.jit
+def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexpr):
+    g: gl.constexpr = C.geometry
+    WGS: gl.constexpr = C.warpgroups
+    HALVES: gl.constexpr = C.halves
+    ST: gl.constexpr = C.stages
+    codes1, exps1, codes2, exps2, shared1, shared2 = desc
+    weights, offsets, _tokens, _scales4, _scales8, full, empty = ring
+    head = read_head(control, run)
+    total = ticket_count(head, C)
+    slot = 0
+    phase = 1
+    tslot = 0
+    tphase = 1
+    ticket = gl.atomic_add(control + 3 + run, 1, sem="relaxed", scope="gpu")
+    while ticket < total:
+        tslot, tphase = hand_out(tickets, tslot, tphase, ticket)
+        shared, up, expert, block, _row, _rows, _counter = locate(ticket, head, control, capacity, C)
+        if shared:
+            if g.up8 > 0:
+                if up:
+                    for half in range(HALVES):
+                        slot, phase = _copy_fp8(
+                            shared1, block * g.k_up * 4 + half * WGS, g.k_up, slot, phase, weights, full, empty, WGS, ST
+                        )
+                else:
+                    unit = block // HALVES * g.k_down8 * 4 + block % HALVES * WGS
+                    slot, phase = _copy_fp8(shared2, unit, g.k_down8, slot, phase, weights, full, empty, WGS, ST)
+        else:
+            if up:
+                for half in range(HALVES):
+                    unit = (expert * g.up4 + block) * g.k_up * 4 + half * WGS
+                    slot, phase = _copy_fp4(
+                        codes1, exps1, unit, (g.k_up + 1) // 2 * 2, slot, phase, weights, offsets, full, empty, WGS, ST
+                    )
+            else:
+                unit = (expert * g.down4 + block // HALVES) * g.k_down4 * 4 + block % HALVES * WGS
+                slot, phase = _copy_fp4(
+                    codes2, exps2, unit, (g.k_down4 + 1) // 2 * 2, slot, phase, weights, offsets, full, empty, WGS, ST
+                )
+        ticket = gl.atomic_add(control + 3 + run, 1, sem="relaxed", scope="gpu")
+    hand_out(tickets, tslot, tphase, -1)
+
+
+@gluon.jit
+def _copy_tokens(x, xs, row, steps, slot, phase, tokens, scales, full, empty, NT: gl.constexpr, ST: gl.constexpr):
+    for kb in range(steps):
+        mbarrier.wait(empty.index(slot), phase)
+        bar = full.index(slot)
+        mbarrier.expect(bar, NT * 128 + max(NT, 32) * 4)
+        tma_load(x, [row, kb * 128], bar, tokens.index(slot).slice(0, NT))
+        tma_load(xs, [kb, row], bar, scales.index(slot))
+        slot, phase = advance(slot, phase, ST)
+    return slot, phase
+
+
+@gluon.jit
+def tokens_producer(desc, control, capacity, run, error, ring, tickets, C: gl.constexpr):
+    g: gl.constexpr = C.geometry
+    NT: gl.constexpr = C.tokens
+    NTS: gl.constexpr = C.shared_tokens
+    WGS: gl.constexpr = C.warpgroups
+    HALVES: gl.constexpr = C.halves
+    ST: gl.constexpr = C.stages
+    x4, xs4, h4, hs4, x8, xs8, h8, hs8 = desc
+    _weights, _offsets, tokens, scales4, scales8, full, empty = ring
+    head = read_head(control, run)
+    slot = 0
+    phase = 1
+    tslot = 0
+    tphase = 0
+    ticket, tslot, tphase = receive(tickets, tslot, tphase, 1)
+    while ticket >= 0:
+        shared, up, _expert, _block, row, _rows, counter = locate(ticket, head, control, capacity, C)
+        if not up:
+            wanted = gl.where(shared, g.up8, g.up4) * WGS
+            gl.inline_asm_elementwise(
+                _SPIN,
+                "=r,l,r,l,r",
+                [control + HEAD + 5 * capacity + counter, wanted, error, ticket],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        if shared:
+            if g.up8 > 0:
+                if up:
+                    for _half in range(HALVES):
+                        slot, phase = _copy_tokens(
+                            x8, xs8, row, g.k_up, slot, phase, tokens, scales8, full, empty, NTS, ST
+                        )
+                else:
+                    slot, phase = _copy_tokens(
+                        h8, hs8, row, g.k_down8, slot, phase, tokens, scales8, full, empty, NTS, ST
+                    )
+        else:
+            if up:
+                for _half in range(HALVES):
+                    slot, phase = _copy_tokens(
+                        x4, xs4, row, (g.k_up + 1) // 2 * 2, slot, phase, tokens, scales4, full, empty, NT, ST
+                    )
+            else:
+                slot, phase = _copy_tokens(
+                    h4, hs4, row, (g.k_down4 + 1) // 2 * 2, slot, phase, tokens, scales4, full, empty, NT, ST
+                )
+        ticket, tslot, tphase = receive(tickets, tslot, tphase, 1)

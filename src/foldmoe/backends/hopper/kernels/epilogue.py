@@ -1,0 +1,155 @@
+"""What follows a product: SwiGLU, quantisation and the store of hidden vectors; the store of down products."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+# A name that changed between Triton 3.6 and 3.9.
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+# x * sigmoid(x) from approximate exp2 and reciprocal: within 1e-6 of the exact value in five instructions, not twenty.
+_SILU = gl.constexpr("""{
+.reg .f32 e;
+mul.f32 e, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 e, e;
+add.f32 e, e, 0f3F800000;
+rcp.approx.ftz.f32 e, e;
+mul.f32 $0, $1, e;
+}""")
+
+
+@gluon.jit
+def swiglu(acc, LIMIT: gl.constexpr, NT: gl.constexpr):
+    """Rows 0..7 of every 16 are gate, 8..15 up: both in one thread. NaN passes the clamp."""
+    gate, up = acc.reshape([4, 2, 8, NT]).permute((0, 2, 3, 1)).split()
+    if float("inf") > LIMIT:
+        gate = gl.where(gate > LIMIT, LIMIT, gate)
+        up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
+    gate = gl.inline_asm_elementwise(_SILU, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1)
+    return (gate * up).reshape([32, NT])
+
+
+@gluon.jit
+def _store_hidden(hidden, h, row, rows, column, inverse, NT: gl.constexpr, ROUTED: gl.constexpr, C: gl.constexpr):
+    """32 features of a block from ``column`` on; a routed tile's in the order of ``pack.column_order``."""
+    HL: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
+    q = gl.convert_layout((hidden * inverse.expand_dims(0)).to(gl.float8e4nv), HL)
+    token = gl.arange(0, NT, gl.SliceLayout(0, HL))
+    feature = gl.arange(0, 32, gl.SliceLayout(1, HL))
+    if ROUTED:
+        place = column // 128 * 128 + column % 128 // 32 * 4
+        place += feature // 8 * 32 + feature // 4 % 2 * 16 + feature % 4
+    else:
+        place = column + feature
+    at = h + (row + token).to(gl.int64).expand_dims(0) * C.geometry.h_stride + place.expand_dims(1)
+    gl.store(at, q, mask=(token < rows).expand_dims(0))
+
+
+@gluon.jit
+def _finish_up(
+    hidden,
+    amax,
+    out,
+    row,
+    rows,
+    block,
+    counter,
+    turn,
+    kept,
+    amax_bufs,
+    amax_full,
+    NT: gl.constexpr,
+    ROUTED: gl.constexpr,
+    WG: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Quantise one 128-column block of the hidden vector (all warpgroups' parts share a scale), store it, count it."""
+    h, hs, done, row_capacity, _d = out
+    WGS: gl.constexpr = C.warpgroups
+    half = turn & 1
+    amax_bufs.index(half * WGS + WG).slice(0, NT).store(amax)
+    barrier()
+    mbarrier.arrive(amax_full, count=1)
+    mbarrier.wait(amax_full, half)
+    for other in gl.static_range(WGS):
+        if other != WG:
+            amax = gl.maximum(amax, amax_bufs.index(half * WGS + other).slice(0, NT).load(amax.type.layout))
+    amax = gl.maximum(amax, 1e-4)
+    bits = amax.to(gl.int32, bitcast=True)
+    power = (bits >> 23) - 127 - 8 + gl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # ceil(log2(amax / 448))
+    scale = ((power + 127) << 23).to(gl.float32, bitcast=True)
+    inverse = ((127 - power) << 23).to(gl.float32, bitcast=True)
+    column = block * 128 + WG * 32
+    if WGS == 2:
+        _store_hidden(hidden, h, row, rows, column + 64, inverse, NT, ROUTED, C)
+        _store_hidden(
+            kept.index(WG).slice(0, NT, 1).load(hidden.type.layout), h, row, rows, column, inverse, NT, ROUTED, C
+        )
+    else:
+        _store_hidden(hidden, h, row, rows, column, inverse, NT, ROUTED, C)
+    if WG == 0:
+        token = gl.arange(0, NT, scale.type.layout)
+        gl.store(hs + block.to(gl.int64) * row_capacity + row + token, scale, mask=token < rows)
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [block], dtype=gl.int32, is_pure=False, pack=1
+    )
+    barrier()
+    gl.atomic_add(done + counter, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def hidden_block(
+    hidden,
+    half,
+    out,
+    row,
+    rows,
+    block,
+    counter,
+    turn,
+    kept,
+    amax_bufs,
+    amax_full,
+    NT: gl.constexpr,
+    ROUTED: gl.constexpr,
+    WG: gl.constexpr,
+    C: gl.constexpr,
+):
+    """A pass's part of one 128-column block: kept until the last pass of this warpgroup, which finishes the block."""
+    amax = gl.max(gl.abs(hidden), axis=0)
+    if C.halves == 1:
+        _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax_bufs, amax_full, NT, ROUTED, WG, C)
+        turn += 1
+    elif half == 0:
+        kept.index(WG).slice(0, NT, 1).store(hidden)
+        amax_bufs.index(2 * C.warpgroups + WG).slice(0, NT).store(amax)
+    else:
+        amax = gl.maximum(amax, amax_bufs.index(2 * C.warpgroups + WG).slice(0, NT).load(amax.type.layout))
+        _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax_bufs, amax_full, NT, ROUTED, WG, C)
+        turn += 1
+    return turn
+
+
+@gluon.jit
+def finish_down(acc, out, row, rows, first, C: gl.constexpr):
+    _h, _hs, _done, _row_capacity, d = out
+    mma: gl.constexpr = acc.type.layout
+    token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, mma)).expand_dims(0)
+    column = first + gl.arange(0, 64, gl.SliceLayout(1, mma)).expand_dims(1)
+    at = d + (row + token).to(gl.int64) * C.geometry.hidden + column
+    gl.store(at, acc, mask=(token < rows) & (column < C.geometry.hidden))
+
+
+@gluon.jit
+def row_scaled(acc, scale):
+    """Times each row's reference exponent (a power of two)."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+    return acc * gl.load(scale + row).expand_dims(1)
+
+
+@gluon.jit
+def late(value):
+    """The same number, but unknown to the compiler before this point: addresses made from it are not held over a K
+    loop, which has no registers for them.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
