@@ -33,6 +33,10 @@ class Clamp(Protocol):
 
     @property
     def limit(self) -> float | None: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def up_offset(self) -> float: ...
 
 
 def reference_moe(
@@ -95,7 +99,8 @@ def _expert(
     limit = clamp.limit if clamp is not None else None
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    hidden = gate * torch.sigmoid(gate) * up
+    alpha, offset = (clamp.alpha, clamp.up_offset) if clamp is not None else (1.0, 0.0)
+    hidden = gate * torch.sigmoid(alpha * gate) * (up + offset)
     return _operand(hidden, activations) @ down.dequantize(torch.float64).T
 
 

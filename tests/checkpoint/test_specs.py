@@ -174,7 +174,12 @@ def test_an_activation_that_is_not_known_is_never_run_as_silu(
     kinds: dict[str, Path], changed: Callable[..., Path]
 ) -> None:
     name = "language_model.model.layers.0.block_sparse_moe"
-    assert "'swigluoai'" in opaque(kinds["minimax-mxfp8"], name).reasons[0]
+    assert readable(kinds["minimax-mxfp8"], name).activation == Activation(7.0, 1.702, 1.0)
+
+    def gelu(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["text_config"]["hidden_act"] = "gelu"
+
+    assert "'gelu'" in opaque(changed("minimax-mxfp8", gelu, "c"), name).reasons[0]
 
     def alpha(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         config["text_config"]["hidden_act"] = "silu"

@@ -54,3 +54,18 @@ def test_gate_and_up_are_not_interchangeable() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_result_keeps_the_dtype(dtype: torch.dtype) -> None:
     assert Activation(5)(torch.ones(2, 3, dtype=dtype), torch.ones(2, 3, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize(("gate", "up"), [(2.0, 3.0), (20.0, 3.0), (-3.0, -20.0), (0.0, 5.0)])
+def test_alpha_and_offset_as_gpt_oss_has_them(gate: float, up: float) -> None:
+    y = Activation(7.0, 1.702, 1.0)(torch.tensor(gate, dtype=torch.float64), torch.tensor(up, dtype=torch.float64))
+    g, u = min(gate, 7.0), max(-7.0, min(up, 7.0))
+    assert float(y) == pytest.approx(g / (1 + math.exp(-1.702 * g)) * (u + 1), rel=1e-12)
+    assert not Activation(7.0, 1.702, 1.0).is_silu
+    assert Activation(7.0).is_silu
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, math.inf, math.nan])
+def test_an_alpha_that_is_not_positive_is_refused(alpha: float) -> None:
+    with pytest.raises(ValueError, match="alpha must be positive and finite"):
+        Activation(alpha=alpha)

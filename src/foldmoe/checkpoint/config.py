@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from foldmoe.moe.activation import Activation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SILU = ("silu", "swish", "swiglu")
+_OAI = "swigluoai"
+"""gpt-oss's: alpha 1.702 and a clamp at 7 unless config.json says otherwise, and up + 1."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,8 @@ class ModelFacts:
         quant_method: as written, e.g. "fp8".
         weight_block: (rows, columns) a scale.
         dynamic: activations are quantised per token at run time.
-        limit: clamp of the gated activation.
-        odd_activation: why the activation is not ``silu(gate) * up``; None if it is.
+        activation: of routed and shared experts.
+        odd_activation: why the activation is none that is known here; None if it is.
         scoring, renormalize, groups, top_groups, routed_scale: how the router weighs experts.
     """
 
@@ -40,7 +44,7 @@ class ModelFacts:
     quant_method: str | None = None
     weight_block: tuple[int, int] | None = None
     dynamic: bool = False
-    limit: float | None = None
+    activation: Activation = field(default_factory=Activation)
     odd_activation: str | None = None
     scoring: str | None = None
     renormalize: bool = True
@@ -72,7 +76,7 @@ class ModelFacts:
             quant_method=quantization.get("quant_method"),
             weight_block=(block[0], block[1]) if isinstance(block, list) and len(block) == 2 else None,
             dynamic=quantization.get("activation_scheme") == "dynamic",
-            limit=_first(keys, "swiglu_limit") or None,
+            activation=_activation(keys),
             odd_activation=_odd_activation(keys),
             scoring=_first(keys, "scoring_func", "moe_router_activation_func"),
             renormalize=bool(keys.get("norm_topk_prob", True)),
@@ -99,12 +103,24 @@ def _shared_width(keys: Mapping[str, Any], width: int | None) -> int | None:
     return width * count if width is not None and count else None
 
 
+def _activation(keys: Mapping[str, Any]) -> Activation:
+    limit = _first(keys, "swiglu_limit") or None
+    if _activation_name(keys) != _OAI:
+        return Activation(limit)
+    return Activation(limit or 7.0, _first(keys, "swiglu_alpha") or 1.702, 1.0)
+
+
+def _activation_name(keys: Mapping[str, Any]) -> Any:
+    return _first(keys, "hidden_act", "hidden_activation") or "silu"
+
+
 def _odd_activation(keys: Mapping[str, Any]) -> str | None:
-    """An activation that is not ``silu(gate) * up``, with or without one clamp, must never be run as if it were."""
-    name = _first(keys, "hidden_act", "hidden_activation") or "silu"
-    if name not in _SILU:
-        return f"config.json: the activation is {name!r}; only silu(gate) * up is known here"
-    odd = [key for key in keys if key.startswith("swiglu_") and key != "swiglu_limit" and keys[key]]
+    """An activation that is not known must never be run as if it were ``silu(gate) * up``."""
+    name = _activation_name(keys)
+    if name not in (*_SILU, _OAI):
+        return f"config.json: the activation is {name!r}; only silu(gate) * up and swigluoai are known here"
+    known = ("swiglu_limit", "swiglu_alpha") if name == _OAI else ("swiglu_limit",)
+    odd = [key for key in keys if key.startswith("swiglu_") and key not in known and keys[key]]
     if odd:
         listed = ", ".join(f"{key} {keys[key]}" for key in odd)
         return f"config.json: the activation has parameters that are not known here ({listed})"

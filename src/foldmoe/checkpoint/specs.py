@@ -12,7 +12,6 @@ from foldmoe.checkpoint.config import ModelFacts
 from foldmoe.checkpoint.families import Block, collect
 from foldmoe.checkpoint.shards import BITS, CheckpointError
 from foldmoe.formats.tensor import Format
-from foldmoe.moe.activation import Activation
 from foldmoe.moe.spec import ActivationPrecision, ExpertSpec, LayerSpec
 
 if TYPE_CHECKING:
@@ -123,8 +122,8 @@ def _layer(block: Block, headers: Headers, facts: ModelFacts) -> MoELayer:
         top_k,
         _expert_spec(found.routed, found.count, headers),
         _expert_spec(found.shared, 1, headers) if found.shared else None,
-        Activation(facts.limit),
-        Activation(facts.limit),
+        facts.activation,
+        facts.activation,
         activations=precision,
         shared_gate="shared_gate" in block.router,
         draft=draft,

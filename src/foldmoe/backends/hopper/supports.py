@@ -26,6 +26,8 @@ def reasons(spec: LayerSpec, activations: ActivationPrecision) -> tuple[str, ...
         found.append("no routed experts on this rank")
     if routed.count > MAX_EXPERTS:
         found.append(f"{routed.count} routed experts on one rank; at most {MAX_EXPERTS}")
+    if not (spec.activation.is_silu and spec.shared_activation.is_silu):
+        found.append(f"{spec.activation}, shared {spec.shared_activation}; the launch computes silu(gate) * up")
     if spec.hidden % 128:
         found.append(f"hidden size {spec.hidden} is not a multiple of 128")
     if routed.width % 32:

@@ -24,6 +24,8 @@ def refusals(spec: LayerSpec, activations: ActivationPrecision) -> tuple[str, ..
     reasons = []
     if activations not in get_args(ActivationPrecision):
         reasons.append(f"activations {activations!r} are not known")
+    if not (spec.activation.is_silu and spec.shared_activation.is_silu):
+        reasons.append(f"{spec.activation}, shared {spec.shared_activation}; the kernels compute silu(gate) * up")
     if spec.hidden % STEP:
         reasons.append(f"hidden size {spec.hidden} is no multiple of {STEP}")
     reasons += _refusals("routed", spec.routed, spec.hidden)
