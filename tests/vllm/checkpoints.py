@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +70,35 @@ def _save(model_class: Any, config: Any, folder: Path) -> Path:
     # Logits below 1: a step of bf16 there is smaller than the gap that the comparison asks for.
     model.lm_head.weight.data *= 0.25 / (COMMON["initializer_range"] * COMMON["hidden_size"] ** 0.5)
     model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def with_draft(checkpoint: Path, folder: Path) -> Path:
+    """:func:`glm` with one draft (MTP) layer: its last layer again, behind a projection of state and next token."""
+    folder.mkdir()
+    hidden, last = COMMON["hidden_size"], "model.layers.1."
+    tensors = load_file(checkpoint / "model.safetensors")
+    own = {name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    own |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in ("enorm", "hnorm")}
+    own["shared_head.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    own["shared_head.head.weight"] = tensors["lm_head.weight"]
+    own["embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    own["eh_proj.weight"] = torch.randn(hidden, 2 * hidden).mul(COMMON["initializer_range"]).to(torch.bfloat16)
+    tensors |= {f"model.layers.2.{name}": tensor.clone() for name, tensor in own.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    stated = json.loads((checkpoint / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stated, "num_nextn_predict_layers": 1}))
+    return folder
+
+
+def thinking(checkpoint: Path, folder: Path) -> Path:
+    """tiny-v4 whose mark between steps and answer, ``####``, is spelled ``</think>``, which reasoning parsers know."""
+    shutil.copytree(checkpoint, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["</think>"] = vocabulary.pop("####")
+    vocabulary["<think>"] = len(vocabulary)  # parsers ask for it; the model never says it
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
 

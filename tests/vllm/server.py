@@ -106,6 +106,19 @@ class Server:
         found: dict[str, Any] = json.loads((self.folder / "rank-0.json").read_text())
         return found
 
+    def metric(self, name: str) -> float:
+        """A counter of ``/metrics``, over all its labels.
+
+        Raises:
+            KeyError: no such counter.
+        """
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        if not found:
+            raise KeyError(name)
+        return sum(found)
+
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(b"".join(self._send(path, body)))
         return answer

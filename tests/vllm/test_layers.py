@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,117 +15,14 @@ from foldmoe.moe import Placement
 from foldmoe.reference import reference_moe
 from tests.support.cases import assert_close, make_layer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from foldmoe.moe import ExpertWeights
-
 pytest.importorskip("vllm.model_executor", reason="vLLM is not in this environment; make test-vllm has one of its own")
 
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-from vllm.models.deepseek_v4.quant_config import DeepseekV4FP8Config
 
 from foldmoe.integrations.vllm import advice, plugin
 from foldmoe.integrations.vllm.layers import FoldedRoutedExperts, FoldedRunner
 from foldmoe.integrations.vllm.method import FoldedMethod
-
-EXPERTS, TOP_K, WIDTH, SHARED, HIDDEN, TOKENS = 8, 2, 128, 256, 128, 19
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    plugin.register()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    config = VllmConfig()
-    with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, "env://", 0, "gloo")
-        initialize_model_parallel(1, 1)
-        yield config
-    torch.distributed.destroy_process_group()
-
-
-class Linear(nn.Module):
-    """The parameters of a vLLM linear layer; without AMX a CPU has no FP8 kernel of vLLM's to build a real one with."""
-
-    def __init__(self, tensor: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(tensor.values[0].clone(), requires_grad=False)
-        if tensor.scales is not None:
-            self.weight_scale_inv = nn.Parameter(tensor.scales[0].clone(), requires_grad=False)
-            self.weight_block_size = list(tensor.format.block)
-
-
-class SharedMLP(nn.Module):
-    """As vLLM's models build theirs."""
-
-    def __init__(self, weights: ExpertWeights, gate: nn.Module | None) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = Linear(weights.gate_up), Linear(weights.down)
-        self.act_fn = SiluAndMul()
-        self.expert_gate = gate
-
-
-def _quant_config(routed: Format) -> Any:
-    if routed is Format.BF16:
-        return None
-    kind = DeepseekV4FP8Config if routed is Format.MXFP4 else Fp8Config
-    return kind(True, "dynamic", None, [128, 128])
-
-
-def _build(routed: ExpertWeights, shared: ExpertWeights, name: str, gate: nn.Module | None, **facts: Any) -> Any:
-    """Build, load and process one layer."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        runner = FusedMoEFactory(
-            EXPERTS,
-            TOP_K,
-            HIDDEN,
-            WIDTH,
-            params_dtype=torch.bfloat16,
-            quant_config=_quant_config(routed.format),
-            prefix=f"{name}.experts",
-            shared_experts=SharedMLP(shared, gate),
-            **facts,
-        )
-    finally:
-        torch.set_default_dtype(torch.float32)
-    inner = runner.routed_experts
-    for expert in range(EXPERTS):
-        gate_part, up_part = routed[expert : expert + 1].gate_and_up()
-        for shard, part, tensor in (
-            ("w1", "w13", gate_part),
-            ("w3", "w13", up_part),
-            ("w2", "w2", routed.down[expert]),
-        ):
-            named = {"weight": tensor.values, inner.quant_method.raw.storage.scale_name: tensor.scales}
-            for end, values in named.items():
-                if values is not None:
-                    parameter = getattr(inner, f"{part}_{end}")
-                    whole = values[0] if values.dim() == 3 else values
-                    assert parameter.weight_loader(parameter, whole, f"{part}_{end}", shard, expert, True)
-    for module in runner.modules():  # as vLLM's loader does
-        if isinstance(method := getattr(module, "quant_method", None), QuantizeMethodBase):
-            method.process_weights_after_loading(module)
-    return runner
-
-
-def _call(engine: Any, runner: Any, x: Tensor, logits: Tensor) -> Tensor:
-    with set_forward_context(None, engine, num_tokens=len(x)), torch.no_grad():
-        y: Tensor = runner(x, logits)
-    return y
-
-
-def _routes(logits: Tensor) -> tuple[Tensor, Tensor]:
-    weights, ids = logits.softmax(-1, dtype=torch.float32).topk(TOP_K, -1)
-    return ids, weights / weights.sum(-1, keepdim=True)
+from tests.vllm.factory import EXPERTS, HIDDEN, SHARED, TOKENS, TOP_K, WIDTH, SharedMLP, build, call, routes
 
 
 @pytest.mark.parametrize(
@@ -148,7 +43,9 @@ def test_a_layer_is_the_reference(engine: Any, routed: Format, shared: Format, s
     pair = make_layer(routed, shared, EXPERTS, WIDTH, SHARED, HIDDEN, e8m0_scales=e8m0 if e8m0 else None)
     gate = nn.Linear(HIDDEN, 1, bias=False, dtype=torch.bfloat16) if gated else None
     name = f"layer.{routed.value}.{shared.value}.{scale}.{gated}"
-    runner = _build(*pair, name, gate, routed_scaling_factor=scale, apply_routed_scale_to_output=True)
+    runner = build(
+        pair[0], SharedMLP(pair[1], gate), name, routed_scaling_factor=scale, apply_routed_scale_to_output=True
+    )
     assert type(runner) is FoldedRunner
     assert type(runner.routed_experts) is FoldedRoutedExperts
     assert isinstance(runner.routed_experts.quant_method, FoldedMethod)
@@ -159,15 +56,15 @@ def test_a_layer_is_the_reference(engine: Any, routed: Format, shared: Format, s
     assert plan.extra_bytes == 0
 
     x, logits = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.randn(TOKENS, EXPERTS, dtype=torch.bfloat16)
-    ids, weights = _routes(logits)
+    ids, weights = routes(logits)
     s = None if gate is None else torch.sigmoid(gate(x).flatten().to(torch.float32)).detach()
     expected = reference_moe(
         x, ids, weights, *pair, shared_weights=s, routed_scale=scale, activations=plan.activations
     )  # fmt: skip
-    found = _call(engine, runner, x, logits)
+    found = call(engine, runner, x, logits)
     # In bf16 each of four products is rounded once, as by vLLM's own layer: a weighed shared part reaches 4.6e-3.
     assert_close(found, expected, 6e-3)
-    assert _call(engine, runner, x[:0], logits[:0]).shape == (0, HIDDEN)
+    assert call(engine, runner, x[:0], logits[:0]).shape == (0, HIDDEN)
 
 
 def test_a_layer_without_a_shared_expert_goes_back_to_vllm(engine: Any) -> None:
@@ -186,7 +83,7 @@ def test_a_layer_without_a_shared_expert_goes_back_to_vllm(engine: Any) -> None:
 def test_weights_come_once(engine: Any) -> None:
     """A reload is refused with what to do instead."""
     pair = make_layer(Format.BF16, Format.BF16, EXPERTS, WIDTH, SHARED, HIDDEN)
-    runner = _build(*pair, "reload", None)
+    runner = build(pair[0], SharedMLP(pair[1]), "reload")
     inner = runner.routed_experts
     with pytest.raises(RuntimeError, match=r"after the layer was packed; reload_weights .* FOLDMOE_FOLD=stock"):
         inner.weight_loader(None, torch.zeros(WIDTH, HIDDEN), "w13_weight", "w1", 0)
@@ -196,9 +93,9 @@ def test_weights_come_once(engine: Any) -> None:
 
 def test_the_op_is_opaque_to_the_compiler(engine: Any) -> None:
     pair = make_layer(Format.BF16, Format.BF16, EXPERTS, WIDTH, SHARED, HIDDEN)
-    method = _build(*pair, "compiled", None).routed_experts.quant_method
+    method = build(pair[0], SharedMLP(pair[1]), "compiled").routed_experts.quant_method
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
-    ids, weights = _routes(torch.randn(TOKENS, EXPERTS))
+    ids, weights = routes(torch.randn(TOKENS, EXPERTS))
 
     def call(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         y: Tensor = method.apply(None, x, weights, ids)
@@ -215,11 +112,13 @@ def test_data_parallel_ranks_add_the_shared_part_of_their_own_rows(
     """Ranks with 4 and 3 tokens; their partial sums are the reference. vLLM's CPU groups gather no uneven rows."""
     pair = make_layer(Format.BF16, Format.BF16, EXPERTS, WIDTH, SHARED, HIDDEN)
     gate = nn.Linear(HIDDEN, 1, bias=False, dtype=torch.bfloat16)
-    method = _build(*pair, "parallel", gate, routed_scaling_factor=2.5, apply_routed_scale_to_output=True)
+    method = build(
+        pair[0], SharedMLP(pair[1], gate), "parallel", routed_scaling_factor=2.5, apply_routed_scale_to_output=True
+    )
     method = method.routed_experts.quant_method
     method.exchanges = True
     x = torch.randn(7, HIDDEN, dtype=torch.bfloat16)
-    ids, weights = _routes(torch.randn(7, EXPERTS))
+    ids, weights = routes(torch.randn(7, EXPERTS))
     metadata = SimpleNamespace(get_chunk_sizes_across_dp_rank=lambda: [4, 3])
     monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: SimpleNamespace(dp_metadata=metadata))
     parts = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shlex
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ PROMPTS = [[random.Random(seed).randrange(3, 512) for _ in range(48)] for seed i
 
 
 ITEMS = 12
-CHAT = "\"{{ messages[0]['content'] }}\""
+CHAT = "\"<bos>{{ messages[0]['content'] }}\""
 """A chat template, quoted: the user's words as they are."""
 
 
@@ -91,14 +92,50 @@ def test_folded_names_the_same_tokens_as_stock(
     assert stock.state["moe_bytes"] == 0 < folded.state["moe_bytes"]
 
 
+def test_draft_layers_fold_and_count(tmp_path: Path) -> None:
+    """GLM with a draft (MTP) layer; each token that it says is the stock server's likeliest one, where that is clear.
+
+    DeepSeek-V4's own draft model cannot be built here: vLLM's CPU platform has a stub of it that raises.
+    """
+    model = checkpoints.with_draft(checkpoints.glm(tmp_path / "glm"), tmp_path / "model")
+    common = ("--skip-tokenizer-init", "--max-num-batched-tokens", "8192", "--max-model-len", "256")
+    drafts = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1}))
+    stock = Server(model, tmp_path / "stock", "stock", common)
+    folded = Server(model, tmp_path / "folded", "native", (*common, *drafts))
+    with _running(stock, folded):
+        body = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        answers = [folded.post("v1/completions", {"prompt": prompt, **body}) for prompt in PROMPTS]
+        said = [answer["choices"][0]["token_ids"] for answer in answers]
+        scores = stock.scores([prompt + tokens for prompt, tokens in zip(PROMPTS, said, strict=True)])
+        drafted = folded.metric("vllm:spec_decode_num_draft_tokens_total")
+    likeliest = [
+        (token, best[0][1])
+        for tokens, ranked in zip(said, scores, strict=True)
+        for token, best in zip(tokens, ranked[-len(tokens) :], strict=True)
+        if best[0][0] - best[1][0] > GAP
+    ]
+    print(f"{drafted:.0f} drafted; {len(likeliest)} clear tokens of {sum(map(len, said))}")
+    assert drafted > 0
+    assert len(likeliest) > 0.5 * sum(map(len, said))
+    assert all(token == best for token, best in likeliest)
+    assert "foldmoe: folded 2/2 layers (native 2, slot 0), +0 B" in folded.log
+    assert [layer["layer"] for layer in folded.state["layers"]] == [
+        "model.layers.1.mlp.experts",
+        "model.layers.2.mlp.experts",
+    ]
+
+
 def test_tiny_v4_keeps_its_score_in_vllms_own_model_code(tmp_path: Path) -> None:
     """MXFP4 routed and block-FP8 shared experts, hashed and scored layers, a routed scale of 1.5 in the weights."""
     environment = standins.install(tmp_path / "plugin")
     # Activations in float32: in bf16 both arms round 4e-3 away from each other in every layer, and the filler between
     # the needles has no likely next word, so that hardly a gap would be clear.
     common = f"--dtype float32 --max-model-len 1024 --max-num-seqs 1 --no-enable-prefix-caching --chat-template {CHAT}"
+    # Of itself vLLM takes DeepSeek-V4's own chat encoding, which this model has never seen, for the template.
+    common += " --reasoning-parser deepseek_r1 --tokenizer-mode hf"
+    model = checkpoints.thinking(TINY_V4, tmp_path / "model")
     arms = {
-        fold: Server(TINY_V4, tmp_path / fold, fold, tuple(shlex.split(common)), environment)
+        fold: Server(model, tmp_path / fold, fold, tuple(shlex.split(common)), environment)
         for fold in ("stock", "native")
     }
     asked = items.needle_items(ITEMS, 2026)
@@ -106,7 +143,9 @@ def test_tiny_v4_keeps_its_score_in_vllms_own_model_code(tmp_path: Path) -> None
         answers = {fold: [_answer(server, item.prompt) for item in asked] for fold, server in arms.items()}
         tokens = [arms["stock"].post("tokenize", {"prompt": item.prompt})["tokens"] for item in asked]
         scores = {fold: server.scores(tokens) for fold, server in arms.items()}
-        chats = {fold: _chat(server, asked[0].prompt) for fold, server in arms.items()}
+        sums = items.arithmetic_items(ITEMS // 3, 2026)
+        streamed = {fold: [_streamed_chat(server, item.prompt) for item in sums] for fold, server in arms.items()}
+        plain = {fold: [_chat(server, item.prompt) for item in sums] for fold, server in arms.items()}
     right = {
         fold: sum(item.is_solved_by(text) for text, item in zip(said, asked, strict=True))
         for fold, said in answers.items()
@@ -116,7 +155,9 @@ def test_tiny_v4_keeps_its_score_in_vllms_own_model_code(tmp_path: Path) -> None
     assert right["stock"] >= 0.9 * len(asked)
     assert right["native"] >= right["stock"] - 1
     assert same >= 0.995 * clear  # a value on the edge of two E4M3 numbers still falls to either side
-    assert chats["stock"] == chats["native"] != ""
+    assert streamed["stock"] == streamed["native"] == plain["stock"] == plain["native"]
+    assert [content.strip() for _, content in plain["native"]] == [item.answer for item in sums]
+    assert all("=" in reasoning for reasoning, _ in plain["native"])
     assert "foldmoe: folded 5/5 layers (native 5, slot 0), +0 B" in arms["native"].log
     state = arms["native"].state
     assert {layer["routed"] for layer in state["layers"]} == {"16x128 mxfp4"}
@@ -129,9 +170,22 @@ def _answer(server: Server, prompt: str) -> str:
     return text
 
 
-def _chat(server: Server, prompt: str) -> str:
-    """A streamed answer, put together; it comes in several pieces."""
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 10, "temperature": 0}
-    pieces = [event["choices"][0]["delta"].get("content") for event in server.stream("v1/chat/completions", body)]
-    assert sum(bool(piece) for piece in pieces) > 1
-    return "".join(piece for piece in pieces if piece)
+def _question(prompt: str) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": prompt}], "max_tokens": 40, "temperature": 0}
+
+
+def _chat(server: Server, prompt: str) -> tuple[str, str]:
+    """(reasoning, content) of an answer in one piece."""
+    message = server.post("v1/chat/completions", _question(prompt))["choices"][0]["message"]
+    return message["reasoning"] or "", message["content"] or ""
+
+
+def _streamed_chat(server: Server, prompt: str) -> tuple[str, str]:
+    """(reasoning, content) of a streamed answer, put together; all of the reasoning comes first, in several pieces."""
+    deltas = [event["choices"][0]["delta"] for event in server.stream("v1/chat/completions", _question(prompt))]
+    pieces = [(kind, text) for delta in deltas for kind in ("reasoning", "content") if (text := delta.get(kind))]
+    kinds = [kind for kind, _ in pieces]
+    assert kinds == sorted(kinds, reverse=True)
+    assert kinds.count("reasoning") > 1
+    reasoning, content = ("".join(text for of, text in pieces if of == kind) for kind in ("reasoning", "content"))
+    return reasoning, content

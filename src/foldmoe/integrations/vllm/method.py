@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -12,12 +13,15 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from foldmoe.integrations.vllm import ranks
+from foldmoe.integrations.vllm.shared import without_zero_tail
 from foldmoe.layer import FoldedMoE
+from foldmoe.planner import capability
 
 if TYPE_CHECKING:
     from foldmoe.integrations.vllm.raw import RawExperts
     from foldmoe.integrations.vllm.record import Entry
     from foldmoe.integrations.vllm.shared import SharedMLP
+    from foldmoe.planner import LayerPlan
 
 _methods: WeakValueDictionary[int, FoldedMethod] = WeakValueDictionary()
 _handles = count()
@@ -72,6 +76,8 @@ class FoldedMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is not ins
         plan = self.entry.plan
         assert plan is not None
         routed, shared = self.raw.take(layer), self.shared.take(self.raw.dummy)
+        if plan.strategy != "slot":  # a slot is as wide as the routed experts
+            shared = without_zero_tail(shared)
         self.layer = FoldedMoE(
             routed,
             shared,
@@ -80,7 +86,8 @@ class FoldedMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is not ins
             plan=plan,
             consume=True,
         )
-        self.entry.moe, self.entry.plan = self.layer, self.layer.plan  # packing may have found another backend
+        # Packing may have found another backend.
+        self.entry.moe, self.entry.plan = self.layer, _with_shared_width(self.layer.plan, shared.width)
 
     def apply(
         self,
@@ -117,6 +124,16 @@ class FoldedMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is not ins
         logits = self.shared.expert_gate(x)
         logits = logits[0] if isinstance(logits, tuple) else logits
         return torch.sigmoid(logits.flatten().to(torch.float32))
+
+
+def _with_shared_width(plan: LayerPlan, width: int) -> LayerPlan:
+    """The plan with the bytes of a shared part that is only ``width`` wide on this rank; ranks still agree on it."""
+    local = plan.spec.local(plan.placement)
+    assert local.shared is not None
+    if plan.strategy == "slot" or width == local.shared.width:
+        return plan
+    held = replace(local, shared=replace(local.shared, width=width))
+    return replace(plan, bytes_after=capability.find(plan.backend).packed_nbytes(held))
 
 
 RELOAD = (

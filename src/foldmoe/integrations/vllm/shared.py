@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -99,6 +99,32 @@ class SharedMLP:
         weight, scales = linear._parameters.pop("weight"), linear._parameters.pop(_SCALES, None)
         assert weight is not None
         return weight.data[None], None if scales is None else scales.data[None]
+
+
+def without_zero_tail(shared: ExpertWeights) -> ExpertWeights:
+    """The same expert without the blocks of its width, counted from the end, whose gate, up and down are all zero.
+
+    vLLM rounds a rank's part of a block-FP8 shared expert up to whole blocks and gives the last ranks zeros: 24 blocks
+    over 16 ranks are 2 on each of the first 12 and none on the others. act(0, 0) = 0, so they add nothing.
+    One block is kept where all are zero, since a layer has a shared expert on every rank or on none.
+
+    Args:
+        shared: ``[1, ...]``. Returned as it is if it ends in no block of zeros, or is not stored in whole FP8 blocks.
+    """
+    count, rest = divmod(shared.width, shared.format.block[0])
+    if not shared.format.fp8 or rest:
+        return shared
+    gate, up = (half.values.view(torch.uint8).unflatten(1, (count, -1)) for half in shared.gate_and_up())
+    down = shared.down.values.view(torch.uint8).unflatten(2, (count, -1))
+    used = (gate != 0).any((0, 2, 3)) | (up != 0).any((0, 2, 3)) | (down != 0).any((0, 1, 3))
+    kept = max([0, *used.nonzero().flatten().tolist()]) + 1
+    if kept == count:
+        return shared
+    narrow = shared.unpadded(kept * shared.format.block[0])
+    assert narrow.down.scales is not None
+    # Copies: a view would hold on to the zeros.
+    down_part = replace(narrow.down, values=narrow.down.values.contiguous(), scales=narrow.down.scales.contiguous())
+    return ExpertWeights(narrow.gate_up, down_part)
 
 
 def _weight(linear: nn.Module) -> Tensor:
