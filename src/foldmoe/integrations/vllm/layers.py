@@ -221,7 +221,7 @@ class _Reporter(QuantizeMethodBase):  # type: ignore[misc]
         """Nothing to create."""
 
     def apply(self, layer: Any, *arguments: Any, **named: Any) -> Tensor:
-        raise NotImplementedError("a marker runs nothing")
+        raise RuntimeError(f"{self.entry.name}: this child only hears that loading has ended; no model calls it")
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.entry.loaded = True
