@@ -83,16 +83,21 @@ def _clock_timer(step: Step) -> Callable[[int], float]:
     return run
 
 
-def captured(step: Step, inputs: int) -> torch.cuda.CUDAGraph:
-    """All inputs once in one graph, after a run outside of it that compiles and allocates."""
+def captured(step: Step, inputs: int, *, error_mode: str = "global") -> torch.cuda.CUDAGraph:
+    """All inputs once in one graph, after a run outside of it that compiles and allocates.
+
+    Args:
+        error_mode: see ``torch.cuda.graph``; "thread_local" beside NCCL, whose watchdog asks the device for events.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for turn in range(inputs):
             step(turn)
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=error_mode):
         for turn in range(inputs):
             step(turn)
     return graph

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from foldmoe.bench.timing import captured
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -61,7 +63,9 @@ def interleaved(
 def _timer(step: Callable[[int], object], graph: bool, inputs: int, device: torch.device) -> Callable[[], float]:
     if device.type != "cuda":
         return lambda: _clock(lambda: [step(turn) for turn in range(inputs)]) / inputs
-    run = _captured(step, inputs) if graph else lambda: [step(turn) for turn in range(inputs)]
+    run: Callable[[], object] = lambda: [step(turn) for turn in range(inputs)]  # noqa: E731
+    if graph:
+        run = captured(step, inputs, error_mode="thread_local").replay
 
     def timed() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -74,22 +78,6 @@ def _timer(step: Callable[[int], object], graph: bool, inputs: int, device: torc
         return float(start.elapsed_time(end)) / 1e3 / REPLAYS / inputs
 
     return timed
-
-
-def _captured(step: Callable[[int], object], inputs: int) -> Callable[[], object]:
-    """All inputs once in one graph, after a run outside of it that compiles and allocates."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for turn in range(inputs):
-            step(turn)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks the device for events
-        for turn in range(inputs):
-            step(turn)
-    return graph.replay
 
 
 def _clock(run: Callable[[], object]) -> float:
