@@ -64,7 +64,9 @@ def plan_layer(
             reasons=("the policy leaves the engine's own layer in place",),
             **common,
         )
-    backend, refused = _choose(local, activations, policy, found)
+    obstacles = slot_obstacles(spec, policy) if policy.fold == "slot" else ()
+    run = _slotted(local) if policy.fold == "slot" and not obstacles else local
+    backend, refused = _choose(run, activations, policy, found)
     reasons += refused
     if backend is None:
         return _plan(
@@ -77,7 +79,7 @@ def plan_layer(
             reasons=(*reasons, "no backend of ours runs this layer: the engine keeps it"),
             **common,
         )
-    common |= {"bytes_after": backend.packed_nbytes(local), "tiles": backend.tiles(local, found)}
+    common |= {"bytes_after": backend.packed_nbytes(run), "tiles": backend.tiles(run, found)}
     if spec.shared is None:
         return _plan(
             spec,
@@ -114,7 +116,6 @@ def plan_layer(
             fold_rows=rows,
             **common,
         )
-    obstacles = slot_obstacles(spec, policy)
     if obstacles:
         return _plan(
             spec,
@@ -126,8 +127,6 @@ def plan_layer(
             reasons=(*reasons, *(f"slot: {o}" for o in obstacles)),
             **common,
         )
-    slotted = replace(local, routed=replace(local.routed, count=local.routed.count + 1), shared=None)
-    common |= {"bytes_after": backend.packed_nbytes(slotted), "tiles": backend.tiles(slotted, found)}
     return _plan(
         spec,
         placement,
@@ -141,6 +140,11 @@ def plan_layer(
         padded_width=local.routed.width if spec.shared.width < spec.routed.width else None,
         **common,
     )
+
+
+def _slotted(spec: LayerSpec) -> LayerSpec:
+    """The layer with its shared expert as one more routed one."""
+    return replace(spec, routed=replace(spec.routed, count=spec.routed.count + 1), shared=None)
 
 
 EVERYWHERE: tuple[Rows, ...] = ((0, None),)
@@ -201,6 +205,8 @@ def without_backend(plan: LayerPlan, reason: str, device: Device | torch.device 
         ValueError: if no other backend runs the layer.
     """
     found, local = resolve(device), plan.spec.local(plan.placement)
+    if plan.strategy == "slot":
+        local = _slotted(local)
     reasons = [*plan.reasons, f"{plan.backend}: {reason}"]
     names = [candidate.name for candidate in capability.registered()]
     for candidate in capability.registered()[names.index(plan.backend) + 1 :]:
@@ -210,13 +216,12 @@ def without_backend(plan: LayerPlan, reason: str, device: Device | torch.device 
             native = plan.folded and plan.strategy == "native"
             rows = candidate.fold_rows(local, found) if native else plan.fold_rows
             reasons += _about_rows(candidate, rows)
-            after = candidate.packed_nbytes(local) if plan.strategy != "slot" else plan.bytes_after
             return replace(
                 plan,
                 backend=candidate.name,
                 reasons=tuple(reasons),
                 fold_rows=rows,
-                bytes_after=after,
+                bytes_after=candidate.packed_nbytes(local),
                 tiles=candidate.tiles(local, found),
             )
         reasons += [f"{candidate.name}: {line}" for line in against]
