@@ -7,11 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from foldmoe.bench.parallel import fit, timing, virtual
 from foldmoe.bench.parallel.launch import run
 from foldmoe.bench.parallel.result import ParallelRequest, ParallelResult, ParallelRow
+from foldmoe.bench.shapes import SHAPES
 from foldmoe.cli.main import app
 from foldmoe.report.parallel_table import HEADINGS, cells, parallel_table
 
@@ -75,6 +78,48 @@ def test_a_saved_result_is_the_same_again(tmp_path: Path) -> None:
         "torch 2.11",
     ):
         assert part in text
+
+
+def test_ranks_that_wait_for_the_slower_one_do_not_communicate() -> None:
+    waits = replace(ROW, skew=1.05)  # 25 of 40 us
+    assert waits.overlap == pytest.approx(1 - 15 / 50)
+
+
+def test_slow_steps_take_fewer_rounds_and_all_ranks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(everybody: list[dict[str, float]], mine: dict[str, float]) -> None:
+        everybody[:] = [mine, {"fast": 1e-3, "slow": 0.02}]
+
+    monkeypatch.setattr(timing.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(timing.dist, "all_gather_object", gather)
+    assert timing._rounds({"fast": 1e-3, "slow": 1e-3}, 10) == {"fast": 10, "slow": 4}
+    assert timing._rounds({"fast": 1.0, "slow": 1.0}, 10) == {"fast": timing.LEAST, "slow": timing.LEAST}
+
+
+def test_results_become_constants_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [ROW, replace(ROW, tokens=8, dispatch=19e-6, combine=29e-6, total=520e-6), replace(ROW, arm="dual-stream")]
+    result = ParallelResult(ParallelRequest("A", (128, 8)), "what", "spec", 2, "hopper", 3.8e11, "copies", {}, rows)
+    result.save(tmp_path / "A.json")
+    fit.main([str(tmp_path / "A.json")])
+    printed = capsys.readouterr().out
+    assert '"symmetric": Exchange(Cost(18.8e-6, 0.0e-12), Cost(28.1e-6, 0.0e-12), 0.0e-6),' in printed
+    assert "Shape A, 380 GB/s" in printed
+    assert "| 128 | symmetric | 20.0 | 500 | 30.0 | 540 | 1.06 | 20% |" in printed
+    assert "| 128 | symmetric | 540 | 540 |" in printed
+
+
+def test_virtual_ranks_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SHAPES["cpu"].spec
+    small = replace(spec, hidden=128, routed=replace(spec.routed, count=4, width=32), top_k=3)
+    monkeypatch.setitem(
+        SHAPES, "cpu", replace(SHAPES["cpu"], spec=replace(small, shared=replace(spec.shared, width=32)))
+    )  # type: ignore[type-var]
+    request = ParallelRequest("cpu", (1, 5), arms=("folded",), schemes=("native",), rounds=1, ranks=3)
+    found = list(virtual.measure(request, torch.device("cpu")))
+    assert [(tokens, arm, len(seconds), rows) for tokens, arm, seconds, rows in found] == [
+        (1, "folded", 3, 3),
+        (5, "folded", 3, 15),
+    ]
+    assert all(each > 0 for _, _, seconds, _ in found for each in seconds)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from foldmoe.formats import Format
+from foldmoe.moe.merge import slot_weights
 from foldmoe.parallel import simulate
 from foldmoe.reference import reference_moe
 from tests.parallel.support import deal, make_case, virtual, weights_of
 from tests.parallel.workers import Workers
-from tests.support.cases import FP8_TOLERANCE, assert_close
+from tests.support.cases import FP8_TOLERANCE, assert_close, make_layer, random_case
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +44,25 @@ def check(device: str, ranks: int, fold: str, **options: Any) -> None:
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_virtual_ranks_on_one_gpu(ranks: int, fold: str, options: dict[str, Any]) -> None:
     check("cuda", ranks, fold, **options)
+
+
+@pytest.mark.parametrize("options", STRATEGIES)
+@pytest.mark.parametrize("fold", ["native", "slot"])
+def test_eight_virtual_ranks_of_the_hopper_backend(fold: str, options: dict[str, Any]) -> None:
+    """Other ranks' partial sums are rounded on their way, beside what FP8 tensor cores drop."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    routed, shared = make_layer(Format.MXFP4, Format.FP8_128x128, 16, 1024, 1024, 1024)
+    assert shared is not None
+    case = random_case(10, 3, 16, 1024, dtype=torch.bfloat16)
+    options = {"backend": "hopper", "activations": "fp8", "allow_requantize": fold == "slot"} | options
+    moe = virtual((routed, shared), simulate(8, "cuda"), fold, **options)
+    plan = moe.local_layers[0].plan
+    assert (plan.backend, plan.strategy) == ("hopper", fold)
+    if fold == "slot":
+        shared = slot_weights(shared.to("cuda"), requantize=True, padded_width=plan.padded_width).to("cpu")
+    y = torch.cat(moe.forward_ranks(deal(case.to("cuda"), COUNTS[8])))
+    assert_close(y.cpu(), reference_moe(*case.args, routed, shared, activations="fp8"), 1e-2)
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "symmetric"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from foldmoe.parallel import Scheme, simulate
+from tests.parallel.offline import CDNA, HOPPER, TILES, compiled, placing
 from tests.parallel.support import deal, make_case, virtual, weights_of
 
 if TYPE_CHECKING:
@@ -52,51 +53,15 @@ def test_its_buffers() -> None:
 
 
 LAYOUT: dict[str, Any] = {"HEADER": 1024, "K": 6, "KP": 8, "RANKS": 2}
-TILES: dict[str, dict[str, Any]] = {
-    "fp8": {"GROUP": 128, "GROUPS": 64, "COLUMNS": 128},
-    "bf16": {"GROUP": 0, "GROUPS": 1, "COLUMNS": 8192},
-}
-POINTERS = {
-    **dict.fromkeys(("peers", "ends", "state", "alarm", "strays"), "*i64"),
-    **dict.fromkeys(("weights", "gates", "gate"), "*fp32"),
-    **dict.fromkeys(("x", "y", "results"), "*bf16"),
-    "ids": "*i32",
-}
-
-
-def compiled(name: str, constants: dict[str, Any], target: tuple[str, int | str, int]) -> str:
-    """Assembly, as the launcher's sizes would have it: strides and sizes are multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from foldmoe.parallel import one_sided_kernels
-
-    kernel = getattr(one_sided_kernels, name)
-    names = [parameter.name for parameter in kernel.params]
-    signature = {one: "constexpr" if one in constants else POINTERS.get(one, "i32") for one in names}
-    signature |= {one: "i64" for one in ("limit",) if one in names}
-    aligned = [one for one in names if one in (*POINTERS, "x_stride", "hidden", "half", "row_bytes")]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(one),): value for one, value in constants.items()},
-        attrs={(names.index(one),): [["tt.divisibility", 16]] for one in aligned},
-    )
-    built = triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8})
-    return str(built.asm["ptx" if target[0] == "cuda" else "amdgcn"])
 
 
 def kernels(tile: str, clock: bool) -> dict[str, dict[str, Any]]:
-    import triton.language as tl
-
-    flags = {"WIRE": tl.bfloat16, "SLOT": 1, "GATED": True, "CLOCK": clock}
     rows = LAYOUT | {"COLUMNS": 8192}
     return {
-        "send_kernel": LAYOUT | TILES[tile],
-        "receive_kernel": LAYOUT | TILES[tile] | flags,
-        "return_kernel": rows,
-        "sum_kernel": rows | {"CLOCK": clock},
+        "send_kernel": LAYOUT | TILES[tile] | {"PDL": clock},
+        "receive_kernel": LAYOUT | TILES[tile] | placing() | {"CLOCK": clock, "PDL": clock},
+        "return_kernel": rows | {"PDL": clock},
+        "sum_kernel": rows | {"CLOCK": clock, "PDL": clock},
     }
 
 
@@ -104,7 +69,9 @@ def kernels(tile: str, clock: bool) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("tile", TILES)
 def test_kernels_compile_for_hopper_with_wide_writes_and_the_flags_order(name: str, tile: str) -> None:
     pytest.importorskip("triton")
-    text = compiled(name, kernels(tile, clock=True)[name], ("cuda", 90, 32))
+    text = compiled("one_sided_kernels", name, kernels(tile, clock=True)[name], HOPPER)
+    assert "griddepcontrol.launch_dependents" in text
+    assert ("griddepcontrol.wait" in text) == (name in ("receive_kernel", "sum_kernel"))
     if name in ("send_kernel", "return_kernel"):
         assert "st.global.v4.b32" in text  # 16 bytes a store, as the link wants them
         assert re.search(r"atom\S*sys\S*acq_rel\S*add|atom\S*acq_rel\S*sys\S*add", text)
@@ -117,4 +84,4 @@ def test_kernels_compile_for_hopper_with_wide_writes_and_the_flags_order(name: s
 @pytest.mark.parametrize("name", ["send_kernel", "receive_kernel", "return_kernel", "sum_kernel"])
 def test_kernels_compile_for_cdna(name: str) -> None:
     pytest.importorskip("triton")
-    assert compiled(name, kernels("fp8", clock=False)[name], ("hip", "gfx942", 64))
+    assert compiled("one_sided_kernels", name, kernels("fp8", clock=False)[name], CDNA)

@@ -38,7 +38,10 @@ def plan(
         str, typer.Option(help="Estimate: comma-separated tokens on every rank.")
     ] = "1,8,32,128,512,2048",
     link: Annotated[str, typer.Option(help="Estimate: nvlink, ib400, or GB/s a direction.")] = "nvlink",
-    efficiency: Annotated[float, typer.Option(help="Estimate: of local kernels against their floor.")] = EFFICIENCY,
+    efficiency: Annotated[
+        float | None,
+        typer.Option(help=f"Estimate: of local kernels against their floor; default: fitted, or {EFFICIENCY}."),
+    ] = None,
     measured: Annotated[
         Path | None, typer.Option(help="Estimate: local times from 'foldmoe bench layer --out' of one rank's layer.")
     ] = None,

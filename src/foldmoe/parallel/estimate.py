@@ -1,17 +1,18 @@
 """What one layer costs under expert parallelism: bytes over each rank's link, seconds of each phase.
 
 Routing is taken as uniform, K distinct experts a token, and M tokens on every rank. Phases follow each other; nothing
-is overlapped. Links count bytes alone: no launch, no latency, no protocol, so that small batches look better than they
-are.
+is overlapped, and no rank waits for one that got more experts. What exchanges take stands in
+:mod:`foldmoe.parallel.exchange_times`, what local launches take in :mod:`foldmoe.parallel.kernel_times`.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import comb
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from foldmoe.moe.spec import Placement
+from foldmoe.parallel.exchange_times import MEASURED
 from foldmoe.parallel.kernel_times import EFFICIENCY, Floor, Measured
 from foldmoe.parallel.links import Link, find_link
 from foldmoe.parallel.scheme import Dispatch, Scheme
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 
     from foldmoe.planner import CheckpointPlan, LayerPlan
 
-ESTIMATED: tuple[Dispatch, ...] = ("all_gather", "all_to_all")
-"""Symmetric memory moves the bytes of an all-to-all."""
+ESTIMATED: tuple[Dispatch, ...] = ("all_gather", "all_to_all", "symmetric")
 
 _X_AND_Y = 4
 """Bytes a column that the local layer reads and writes: bf16 both ways."""
@@ -38,7 +38,8 @@ class Phases:
         strategy: of the exchange.
         dispatch_bytes, combine_bytes: in the busier direction of rank 0's link, on average; it holds the most experts.
         dispatch, local, combine: seconds.
-        measured: whether ``local`` comes from a table.
+        together: seconds beyond these phases.
+        source: of ``local``: "table" (measured), "fit" (of the Hopper backend's measured times), "floor".
     """
 
     layer: str
@@ -49,11 +50,12 @@ class Phases:
     dispatch: float
     local: float
     combine: float
-    measured: bool
+    together: float
+    source: Literal["table", "fit", "floor"]
 
     @property
     def total(self) -> float:
-        return self.dispatch + self.local + self.combine
+        return self.dispatch + self.local + self.combine + self.together
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Estimate:
         rows: layer by layer, then by tokens and strategy.
         buffers: bytes of a rank's exchange buffers by strategy, at the largest batch, for the layer that needs most.
         link, floor: rates.
-        efficiency: by which the floor is divided where nothing was measured.
+        efficiency: by which the floor is divided where nothing else tells how long the local launch takes.
         skipped: layers without an estimate, and why.
     """
 
@@ -89,7 +91,7 @@ def estimate(
     tokens: Sequence[int],
     *,
     link: str = "nvlink",
-    efficiency: float = EFFICIENCY,
+    efficiency: float | None = None,
     measured: Measured | None = None,
 ) -> Estimate:
     """Expected times of every layer that is planned here.
@@ -98,7 +100,8 @@ def estimate(
         plan: made for ``ep_size`` ranks.
         tokens: tokens on every rank.
         link: see :func:`foldmoe.parallel.links.find_link`.
-        efficiency: of the local layer against its floor, where ``measured`` has no time.
+        efficiency: of the local layer against its floor, where ``measured`` has no time; None: as fitted to
+            measurements for the Hopper backend, :data:`foldmoe.parallel.kernel_times.EFFICIENCY` for others.
         measured: times of one rank's layer.
 
     Raises:
@@ -107,7 +110,7 @@ def estimate(
     """
     if not tokens or min(tokens) < 1:
         raise ValueError(f"tokens must be numbers from 1 up, found {list(tokens)}")
-    if not 0 < efficiency <= 1:
+    if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency must lie between 0 and 1, found {efficiency}")
     if plan.placement.tp_size > 1:
         raise ValueError("an estimate covers expert parallelism alone; leave --tp at 1")
@@ -120,12 +123,13 @@ def estimate(
         if measured:
             measured.check(layer.spec.local(plan.placement))
         floor = Floor.of(plan.device, fp8=layer.activations != "bf16")
-        schemes = [Scheme.of(layer, max(tokens), dispatch=strategy) for strategy in ESTIMATED]
+        ways = [strategy for strategy in ESTIMATED if strategy != "symmetric" or way.shared_memory]
+        schemes = [Scheme.of(layer, max(tokens), dispatch=strategy) for strategy in ways]
         for scheme in schemes:
             buffers[scheme.dispatch] = max(buffers.get(scheme.dispatch, 0), sum(scheme.buffers().values()))
         rows += [phases(layer, s, count, way, floor, efficiency, measured) for count in tokens for s in schemes]
     skipped += [f"{row.layer}: the engine keeps it" for row in plan.stock]
-    return Estimate(plan.placement.ep_size, tuple(rows), buffers, way, floor, efficiency, tuple(skipped))
+    return Estimate(plan.placement.ep_size, tuple(rows), buffers, way, floor, efficiency or EFFICIENCY, tuple(skipped))
 
 
 def phases(
@@ -134,16 +138,23 @@ def phases(
     tokens: int,
     link: Link,
     floor: Floor,
-    efficiency: float,
-    measured: Measured | None,
+    efficiency: float | None = None,
+    measured: Measured | None = None,
 ) -> Phases:
+    """See :func:`estimate`."""
     copies = scheme.ranks - 1.0 if scheme.dispatch == "all_gather" else remote_rows(scheme)
     going, back = (round(tokens * copies * nbytes) for nbytes in (scheme.wire.row_bytes, scheme.result_bytes))
-    known = measured.at(tokens) if measured else None
-    local = floor.seconds(*local_work(plan, tokens)) / efficiency if known is None else known
+    exchange = MEASURED[scheme.dispatch]
+    known, work = measured.at(tokens) if measured else None, local_work(plan, tokens)
+    source: Literal["table", "fit", "floor"] = "table"
+    if known is None and efficiency is None and plan.backend == "hopper":
+        known, source = floor.hopper_seconds(*work), "fit"
+    elif known is None:
+        known, source = floor.seconds(*work) / (efficiency or EFFICIENCY), "floor"
     return Phases(
-        plan.layer, tokens, scheme.dispatch, going, back, going / link.bandwidth, local, back / link.bandwidth,
-        known is not None,
+        plan.layer, tokens, scheme.dispatch, going, back,
+        exchange.dispatch.seconds(going, link.bandwidth), known, exchange.combine.seconds(back, link.bandwidth),
+        exchange.together, source,
     )  # fmt: skip
 
 

@@ -41,6 +41,10 @@ class GatheredBatch:
 class AllGather:
     """See the module."""
 
+    takes_experts = False
+    """Whether routes come as physical experts in both schemes: ids that are none are then left out and counted, and the
+    shared slot is added where tokens arrive, so that no :func:`foldmoe.parallel.remap` runs before."""
+
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
 
@@ -73,15 +77,12 @@ class AllGather:
         """Results ``[R * rows, H]`` of each local launch to ``[T, H]`` float32 sums of each rank's own tokens."""
         equal = [[batch.rows] * transport.size for batch in batches]
         arrived = transport.all_to_all(results, equal, equal)
-        return [
-            _sum_ranks(parts.unflatten(0, (transport.size, batch.rows))[:, : batch.count])
-            for parts, batch in zip(arrived, batches, strict=True)
-        ]
+        return [self._sum(parts, batch, transport.size) for parts, batch in zip(arrived, batches, strict=True)]
 
-
-def _sum_ranks(parts: Tensor) -> Tensor:
-    """``[R, T, H]`` added one rank after the other: a reduction over the dimension could choose another order."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total
+    def _sum(self, arrived: Tensor, batch: GatheredBatch, ranks: int) -> Tensor:
+        """Added one rank after the other: a reduction over the dimension could choose another order."""
+        parts = arrived.unflatten(0, (ranks, batch.rows))[:, : batch.count]
+        total: Tensor = parts[0].to(torch.float32, copy=True)
+        for part in parts[1:]:
+            total += part
+        return total

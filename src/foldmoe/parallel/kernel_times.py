@@ -1,7 +1,8 @@
 """How long the local layer takes: from a table that was measured, or from what the device can do at best.
 
 The floor of a layer is the longer of its bytes at the device's read bandwidth and its operations at the device's rate
-for large products. Kernels do not reach it; a stated efficiency divides it.
+for large products. Kernels do not reach it: a stated efficiency divides it. For the Hopper backend both parts and a
+fixed time are added instead, with factors fitted to measured layers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 EFFICIENCY = 0.62
 """Floor divided by time: the median of the best kernels measured on an H200 for one EP rank of V4-Flash, V4.1 and
 V4-Pro at 1 to 8192 tokens (it ranges from 0.36 to 0.84)."""
+
+HOPPER_FIXED, HOPPER_BYTES, HOPPER_OPERATIONS = 20e-6, 1.05, 2.0
+"""Seconds of a folded Hopper layer: fixed, and times its bytes' and its operations' floors. Fitted by eye to README's
+table of shape A (1 to 8192 tokens, 45.1 to 4964 us), which it meets within 7 %, and checked against the local launches
+of docs/parallel.md (A and D over two H200s), within 11 %."""
 
 # Dense rates, without the sparsity that data sheets multiply by two; checked in 2026.
 # A100 (311.9 TFLOP/s): hmc-tech.com's table of the A100 SXM. H100 SXM (989.4 and 1,978.9) and HGX B200 at 1,000 W
@@ -70,6 +76,11 @@ class Floor:
 
     def seconds(self, nbytes: float, operations: float) -> float:
         return max(nbytes / self.read_bandwidth, operations / self.operations)
+
+    def hopper_seconds(self, nbytes: float, operations: float) -> float:
+        """What the Hopper backend's folded launch, its prologue and its combine take."""
+        moving, computing = nbytes / self.read_bandwidth, operations / self.operations
+        return HOPPER_FIXED + HOPPER_BYTES * moving + HOPPER_OPERATIONS * computing
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,20 @@ class Link:
         name: as given on the command line.
         bandwidth: bytes a second in one direction, for one GPU.
         source: whose figure it is.
+        shared_memory: GPUs may write to each other's memory over it.
     """
 
     name: str
     bandwidth: float
     source: str
+    shared_memory: bool = True
 
 
-# Of H100 and B200 (2 x 900 GB/s) checked in glennklockwood.com/garden/processors, which quotes NVIDIA's architecture
+# Of B200 (2 x 900 GB/s) checked in glennklockwood.com/garden/processors, which quotes NVIDIA's architecture
 # papers, in 2026; A100's is the data sheet's as remembered.
 _NVLINK = {
     "sm_80": (300e9, "A100 datasheet: 600 GB/s over both directions"),
-    "sm_90": (450e9, "H100 and H200 datasheets: 900 GB/s over both directions"),
+    "sm_90": (382e9, "measured: plain copies both ways between two H200s; 450 in the datasheet"),
     "sm_100": (900e9, "B200 datasheet: 1.8 TB/s over both directions"),
 }
 _INFINIBAND = {"ib400": (50e9, "400 Gb/s, one adapter a GPU, nothing taken off for headers")}
@@ -41,7 +43,7 @@ def find_link(name: str, device: Device) -> Link:
         ValueError: an unknown name, or NVLink for a device whose generation is not known here.
     """
     if name in _INFINIBAND:
-        return Link(name, *_INFINIBAND[name])
+        return Link(name, *_INFINIBAND[name], shared_memory=False)
     if name == "nvlink":
         if device.arch not in _NVLINK:
             raise ValueError(f"no NVLink figure for {device.name}; state the link as a number of GB/s a direction")

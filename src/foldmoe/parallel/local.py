@@ -83,9 +83,10 @@ class Routed:
     Args:
         rank: whose tokens they are.
         x: ``[T, H]``.
-        ids: ``[T, K]`` physical experts or slots, as in :attr:`Scheme.ids_per_rank`.
+        ids: ``[T, K]`` physical experts or slots, as in :attr:`Scheme.ids_per_rank`; always experts where the exchange
+            takes those.
         weights: ``[T, K]`` float32, the routed scale in them.
-        shared_slots: ``[T, 1]`` this rank's shared slot, where the scheme has slots.
+        shared_slots: ``[T, 1]`` this rank's shared slot, where ids are slots.
         shared_weights: ``[T]`` float32, or None for 1.
     """
 

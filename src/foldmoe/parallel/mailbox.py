@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,11 @@ class Mailbox:
         """Whether kernels have one: CUDA's nanosecond timer."""
         return self.peers.is_cuda and torch.version.hip is None
 
+    @property
+    def dependent(self) -> bool:
+        """Whether a kernel may be scheduled while the one before it ends (programmatic dependent launch)."""
+        return dependent(self.peers.device)
+
     def check(self) -> None:
         """Look, without waiting for the device, whether a wait has ended in vain.
 
@@ -75,6 +81,13 @@ class Mailbox:
                 f"rank {self.rank} of {self.ranks}: rank {lost - 1} did not write its part of an exchange in time; it "
                 "has left the group or hangs. Outputs since then are NaN; make a new group"
             )
+
+
+@cache
+def dependent(device: torch.device) -> bool:
+    """Programmatic dependent launch: CUDA, sm_90 and later."""
+    on_cuda = device.type == "cuda" and torch.version.hip is None
+    return on_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 _opened: dict[object, list[Mailbox]] = {}

@@ -224,17 +224,17 @@ class ExpertParallelMoE(torch.nn.Module):
         return layer.packed.forward(call, folded=False)
 
     def route(self, rank: int, tokens: Tokens, routed_scale: float) -> Routed:
-        """Logical experts to physical ones, and to slots where the scheme has them; the scale goes into the weights."""
+        """Logical experts to physical ones, to slots where the exchange wants them; the scale goes into the weights."""
         ids, weights, gate = tokens.topk_ids, tokens.topk_weights.to(torch.float32), tokens.shared_weights
         gate = None if gate is None else gate.to(torch.float32)
         if routed_scale != 1.0:
             weights = weights * routed_scale
-        counted = self.scheme.slot or self.scheme.dispatch == "symmetric"  # by the remap, or by the sending kernel
+        counted = self.scheme.slot or self.exchange.takes_experts  # by the remap, or by the kernel that packs
         if ids.device.type != "cpu" and (self.physical is not None or not counted):
             ids = self._without_strays(ids)
         if self.physical is not None:
             ids = to_physical(ids, self.physical, checked=True)
-        if not self.scheme.slot:
+        if self.exchange.takes_experts or not self.scheme.slot:
             return Routed(rank, tokens.x, ids, weights, None, gate)
         k = self.scheme.top_k
         ids, weights = remap(ids, weights, self.scheme.slots, rank, shared_weights=gate, top_k=k, strays=self._strays)

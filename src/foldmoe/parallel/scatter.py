@@ -74,6 +74,8 @@ class ScatteredBatch:
 class AllToAll:
     """See the module."""
 
+    takes_experts = False
+
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
 

@@ -2,7 +2,7 @@
 
 | field | bytes | |
 | --- | --- | --- |
-| ids | 4 K | int32, physical experts or slots over all ranks; -1 for none |
+| ids | 4 K | int32, physical experts (slots, between torch expressions) over all ranks; -1 for none |
 | weights | 4 K | float32 |
 | values | H, or H times the size of x's dtype | E4M3 where the layer is fp8, else x as it is |
 | scales | ceil(H / 128), or 1, or none | E8M0: the scales are powers of two |

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from foldmoe.parallel.kernel_times import HOPPER_BYTES, HOPPER_FIXED, HOPPER_OPERATIONS
 from foldmoe.report.plan_table import runs
 
 if TYPE_CHECKING:
@@ -49,17 +50,21 @@ def _table(title: str, rows: list[Phases]) -> Table:
 def _basis(estimate: Estimate) -> list[str]:
     link, floor = estimate.link, estimate.floor
     lines = [
-        f"link: {link.name}, {link.bandwidth / 1e9:,.0f} GB/s a direction ({link.source}); bytes alone, no latency"
+        f"link: {link.name}, {link.bandwidth / 1e9:,.0f} GB/s a direction ({link.source})",
+        "exchanges: fixed times and times a byte as measured on two H200s; totals hold a little more than the phases",
     ]
-    measured = sum(row.measured for row in estimate.rows)
+    sources = [row.source for row in estimate.rows]
+    measured = sources.count("table")
     if measured:
-        lines.append(f"local: measured in {measured} of {len(estimate.rows)} rows")
-    if floor is not None and measured < len(estimate.rows):
-        lines.append(
-            f"local{' elsewhere' if measured else ''}: floor at {floor.read_bandwidth / 1e12:,.2f} TB/s and "
-            f"{floor.operations / 1e12:,.0f} TFLOP/s ({floor.source}), divided by an efficiency of "
-            f"{estimate.efficiency:.2f}"
-        )
+        lines.append(f"local: measured in {measured} of {len(sources)} rows")
+    elsewhere = " elsewhere" if measured else ""
+    if floor is not None and measured < len(sources):
+        rates = f"{floor.read_bandwidth / 1e12:,.2f} TB/s and {floor.operations / 1e12:,.0f} TFLOP/s ({floor.source})"
+        if "fit" in sources:
+            fitted = f"{HOPPER_FIXED * 1e6:.0f} us + {HOPPER_BYTES} x bytes + {HOPPER_OPERATIONS} x operations"
+            lines.append(f"local{elsewhere}: {fitted} at {rates}, as fitted to the Hopper backend on an H200")
+        if "floor" in sources:
+            lines.append(f"local{elsewhere}: floor at {rates}, divided by an efficiency of {estimate.efficiency:.2f}")
     lines.append(
         "uniform routing, phases one after the other; KB out and back: 1000 B a layer over one rank's link, one way"
     )

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from foldmoe.bench.parallel.layers import compile_kernels
 from foldmoe.bench.parallel.result import TRANSPORTS, ParallelRequest, ParallelResult
-from foldmoe.bench.parallel.worker import work
+from foldmoe.bench.parallel.worker import READY, work
 from foldmoe.bench.shapes import SHAPES
 
 _CHOICES = {"transports": tuple(TRANSPORTS), "arms": ("folded", "dual-stream"), "schemes": ("native", "slot")}
@@ -36,5 +37,14 @@ def run(request: ParallelRequest, out: Path | None = None) -> ParallelResult:
     ranks = request.ranks or max(2, torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as folder:
         out = out or Path(folder) / "result.json"
-        spawn(work, (request, ranks, str(Path(folder) / "store"), str(out)), nprocs=ranks)
+        ready = Path(folder) / READY
+        context = spawn(work, (request, ranks, str(Path(folder) / "store"), str(out)), nprocs=ranks, join=False)
+        try:
+            if torch.cuda.device_count() >= ranks:
+                compile_kernels(request, ranks, torch.device("cuda", 0))  # while ranks make weights
+        finally:
+            ready.touch()
+        assert context is not None
+        while not context.join():
+            pass
         return ParallelResult.load(out)

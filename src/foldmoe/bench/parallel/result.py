@@ -28,7 +28,7 @@ class ParallelRequest:
         arms: folded, dual-stream.
         schemes: native, slot (which is always folded).
         backend: ours; "" for Hopper's where it runs, else "auto".
-        rounds: that count.
+        rounds: that count, at most; slow steps take fewer.
         inputs: sets of inputs to rotate over.
         ranks: processes; 0 for one a GPU, or two without any.
     """
@@ -69,6 +69,8 @@ class ParallelRow:
         bound: seconds of the folded local layer, and of the bytes that no transport saves at the measured link.
         predicted: seconds of ``foldmoe plan --estimate`` for the same ranks; None without figures for the device.
         same_bits: output equal to the all-gather's of the same scheme and arm; None where that did not run.
+        skew: the slower rank's local launch, input by input, over ``local``: how long ranks that got fewer experts
+            wait for the others, which is no communication.
     """
 
     tokens: int
@@ -86,11 +88,16 @@ class ParallelRow:
     bound: float | None
     predicted: float | None
     same_bits: bool | None
+    skew: float = 1.0
 
     @property
     def overlap(self) -> float:
-        """Share of communication that the whole layer hides: 1 - exposed / (dispatch + combine)."""
-        return 1 - max(0.0, self.total - self.local) / (self.dispatch + self.combine)
+        """Share of communication that the whole layer hides: 1 - exposed / (dispatch + combine).
+
+        Exposed is what the whole takes beyond the slower rank's local launch; below 0 where the phases one by one take
+        less than together.
+        """
+        return 1 - max(0.0, self.total - self.skew * self.local) / (self.dispatch + self.combine)
 
     @property
     def bandwidth(self) -> float:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,31 +15,32 @@ import torch.distributed as dist
 
 from foldmoe.bench import shapes, versions
 from foldmoe.bench.parallel import timing
+from foldmoe.bench.parallel.layers import folds, layer_of, policy, whole
 from foldmoe.bench.parallel.result import TRANSPORTS, ParallelRequest, ParallelResult, ParallelRow
-from foldmoe.layer import FoldedMoE
 from foldmoe.moe import Placement
 from foldmoe.parallel import DistributedTransport, ExpertParallelMoE, Scheme, Tokens
 from foldmoe.parallel.estimate import phases, remote_rows
-from foldmoe.parallel.kernel_times import EFFICIENCY, Floor
+from foldmoe.parallel.kernel_times import Floor
 from foldmoe.parallel.links import find_link
 from foldmoe.parallel.mailbox import HEADER, Unavailable, open_mailboxes
-from foldmoe.planner import FusionPolicy
 from foldmoe.planner.devices import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from foldmoe.moe import ExpertWeights
+    from foldmoe.layer import FoldedMoE
     from foldmoe.parallel.scheme import Dispatch
 
-_FOLD = {("native", "folded"): "native", ("native", "dual-stream"): "dual", ("slot", "folded"): "slot"}
 _PHASES = ("dispatch", "local", "combine", "total")
 _COPY_BYTES = 2**26
+
+READY = "compiled"
+"""File beside the store: kernels need not be waited for any longer."""
 
 
 def work(rank: int, request: ParallelRequest, ranks: int, store: str, out: str) -> None:
     """Join the group, time, and let rank 0 write the result; runs in a process of its own."""
-    on_gpu = torch.cuda.device_count() >= ranks
+    started, on_gpu = monotonic(), torch.cuda.device_count() >= ranks
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not used here, and can upset a shared host
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -49,9 +53,12 @@ def work(rank: int, request: ParallelRequest, ranks: int, store: str, out: str) 
         timeout=timedelta(seconds=120), device_id=device if on_gpu else None,
     )  # fmt: skip
     try:
-        for result in Rank(request, rank, ranks, device).run():
+        for result in Rank(request, rank, ranks, device).run(Path(store).with_name(READY)):
             if rank == 0:
                 result.save(out)
+                for row in result.rows[-1:]:
+                    say = f"{row.tokens} tokens of {', '.join(map(str, request.tokens))} measured"
+                    print(f"{say}, {monotonic() - started:.0f} s after the start", file=sys.stderr, flush=True)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -83,17 +90,22 @@ class Rank:
 
     def __init__(self, request: ParallelRequest, rank: int, ranks: int, device: torch.device) -> None:
         self.request, self.rank, self.ranks, self.device = request, rank, ranks, device
-        spec = shapes.SHAPES[request.shape].spec
-        count = spec.routed.count if request.shape == "A" else spec.routed.count * ranks
-        self.spec = replace(spec, routed=replace(spec.routed, count=count))
+        self.spec = whole(request, ranks)
         self.place = Placement(ep_size=ranks, ep_rank=rank)
         self.refused: dict[str, str] = {}
         self.transport = DistributedTransport()
 
-    def run(self) -> Iterator[ParallelResult]:
-        """The result as it grows, a number of tokens at a time; every rank must call this."""
+    def run(self, ready: Path) -> Iterator[ParallelResult]:
+        """The result as it grows, a number of tokens at a time; every rank must call this.
+
+        Args:
+            ready: the local layers run once this file is there.
+        """
         ways = self._ways()
         link, how = self._link()
+        self._warm_up(ways)
+        while not ready.exists():
+            sleep(0.05)
         local = self.spec.local(self.place)
         result = ParallelResult(
             self.request,
@@ -113,20 +125,17 @@ class Rank:
 
     def _ways(self) -> list[Way]:
         found = []
-        sets = [self._weights(number) for number in range(2 if self.device.type == "cuda" else 1)]
-        for scheme in self.request.schemes:
-            for arm in self.request.arms:
-                if (scheme, arm) not in _FOLD:
-                    continue  # a slot is always folded
-                if arm == "dual-stream" and self.device.type == "cpu":
-                    self.refused["dual-stream"] = "a CPU has no second stream"
-                    continue
-                policy = FusionPolicy(_FOLD[scheme, arm], backend=self._backend(), allow_requantize=scheme == "slot")  # type: ignore[arg-type]
-                layers = [self._fold(*weights, policy) for weights in sets]
-                if scheme == "slot" and layers[0].plan.strategy != "slot":
-                    self.refused["slot"] = "; ".join(layers[0].plan.reasons)
-                    continue
-                found += [self._way(name, scheme, arm, layers) for name in self.request.transports]
+        numbers = range(2 if self.device.type == "cuda" else 1)
+        for scheme, arm in folds(self.request):
+            if arm == "dual-stream" and self.device.type == "cpu":
+                self.refused["dual-stream"] = "a CPU has no second stream"
+                continue
+            asked = policy(self.request, scheme, arm, self.device)
+            layers = [layer_of(self.spec, self.ranks, self.rank, n, asked, self.device) for n in numbers]
+            if scheme == "slot" and layers[0].plan.strategy != "slot":
+                self.refused["slot"] = "; ".join(layers[0].plan.reasons)
+                continue
+            found += [self._way(name, scheme, arm, layers) for name in self.request.transports]
         ran = [way for way in found if way.layers[0].fallback is None]
         for way in found:
             if way.layers[0].fallback:
@@ -141,25 +150,13 @@ class Rank:
             [ExpertParallelMoE(layer, self.transport, most, strategy) for layer in layers],
         )  # fmt: skip
 
-    def _backend(self) -> str:
-        device = resolve(self.device)
-        return self.request.backend or ("hopper" if device.is_hopper and self.spec.activations == "fp8" else "auto")
-
-    def _weights(self, number: int) -> tuple[ExpertWeights, ExpertWeights]:
-        """Routed experts of this rank's own, and the shared one that all ranks hold."""
-        own, common = (torch.Generator(self.device).manual_seed(seed) for seed in (100 * number + self.rank, number))
-        local = self.spec.local(self.place)
-        assert local.shared is not None
-        return (
-            shapes.random_weights(local.routed, local.hidden, own),
-            shapes.random_weights(local.shared, local.hidden, common),
-        )
-
-    def _fold(self, routed: ExpertWeights, shared: ExpertWeights, policy: FusionPolicy) -> FoldedMoE:
-        return FoldedMoE(
-            routed, shared, activation=self.spec.activation, policy=policy, placement=self.place,
-            num_experts=self.spec.routed.count, top_k=self.spec.top_k, name="bench",
-        )  # fmt: skip
+    def _warm_up(self, ways: list[Way]) -> None:
+        """Compile the exchanges' kernels, which is done while those of the local layers are."""
+        drawn = shapes.random_batch(self.spec, 1, torch.Generator(self.device).manual_seed(self.rank))
+        for way in ways:
+            moe = way.layers[0]
+            batches = moe.dispatch([moe.route(self.rank, Tokens(drawn.x, drawn.topk_ids, drawn.topk_weights), 1.0)], 1)
+            moe.combine(batches, [torch.zeros_like(batch.call.x) for batch in batches])
 
     def _link(self) -> tuple[float, str]:
         """Bytes a second and direction that a plain copy to the next rank reaches, all ranks at once."""
@@ -188,6 +185,8 @@ class Rank:
                 steps |= {f"{number} {phase}": step for phase, step in self._steps(way, batches).items()}
             bits = [way.layers[0].forward_ranks([batches[0]])[0] for way in ways]
             times = timing.interleaved(steps, inputs=len(batches), rounds=self.request.rounds, device=self.device)
+            first = {(way.scheme, way.arm): number for number, way in reversed(list(enumerate(ways)))}
+            waits = {fold: timing.skew(steps[f"{n} local"][0], len(batches), self.device) for fold, n in first.items()}
         base = {(way.scheme, way.arm): y for way, y in zip(ways, bits, strict=True) if way.transport == "allgather"}
         folded = [times[f"{n} local"].median for n, w in enumerate(ways) if (w.scheme, w.arm) == ("native", "folded")]
         rows = []
@@ -204,6 +203,7 @@ class Rank:
                 bound=min(folded) + least / link if folded else None,
                 predicted=self._predicted(way, tokens),
                 same_bits=None if expected is None else self._everywhere(torch.equal(y, expected)),
+                skew=waits[way.scheme, way.arm],
             )  # fmt: skip
             rows.append(row)
         return rows
@@ -251,7 +251,7 @@ class Rank:
             link, floor = find_link("nvlink", device), Floor.of(device, fp8=plan.activations != "bf16")
         except ValueError:
             return None
-        return phases(plan, moe.scheme, tokens, link, floor, EFFICIENCY, None).total
+        return phases(plan, moe.scheme, tokens, link, floor).total
 
 
 def _sent(scheme: Scheme, tokens: int) -> int:
