@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
@@ -69,6 +70,12 @@ def test_peers_are_rows_of_the_run_and_others_are_refused(small: str) -> None:
     assert "--peers humming,torch-bf16,wrong" in request.command
 
 
+def test_peers_without_an_arm_that_was_asked_for_say_so() -> None:
+    spec, weights = support.layer()
+    found = peer_arms(["megamoe"], ("serial", "dual-stream"), spec, [weights], (1,))
+    assert found.refused == {"megamoe": "runs as folded (--arms), asked for serial, dual-stream"}
+
+
 def test_unknown_peers_are_an_error() -> None:
     spec, weights = support.layer()
     with pytest.raises(ValueError, match="no peer 'hummming'"):
@@ -82,3 +89,10 @@ def test_every_peer_says_what_it_is() -> None:
         assert peer.what
         assert peer.package
         assert all(isinstance(reason, str) and reason for reason in peer.refusals(spec, torch.device("cpu")))
+
+
+def test_the_documentation_lists_every_peer() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "benchmarking.md").read_text()
+    for name, peer in PEERS.items():
+        assert f"`{name}`" in text, name
+        assert f"`{peer.package}`" in text, peer.package

@@ -1,4 +1,4 @@
-"""Every peer that this machine can run, on a small layer: right on one stream and on two."""
+"""Every peer that this machine can run, on a small layer: right in each of its arms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from foldmoe import Format
 from foldmoe.bench import shapes
 from foldmoe.bench.peers import PEERS, peer_arms
-from foldmoe.bench.peers.base import ARMS
 
 pytestmark = pytest.mark.gpu
 
@@ -22,8 +21,9 @@ def test_peer_is_right(name: str) -> None:
     generator = torch.Generator(device).manual_seed(0)
     assert spec.shared is not None
     weights = tuple(shapes.random_weights(part, spec.hidden, generator) for part in (spec.routed, spec.shared))
-    found = peer_arms([name], ARMS, spec, [(weights[0], weights[1])], (1, 200))
-    assert len(found.calls) == len(ARMS), found.refused
+    arms = PEERS[name].arms
+    found = peer_arms([name], arms, spec, [(weights[0], weights[1])], (1, 200))
+    assert len(found.calls) == len(arms), found.refused
     for tokens in (1, 200):
         batch = shapes.random_batch(spec, tokens, generator)
         for arm in found.calls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foldmoe.bench.peers.base import ARMS, check, step
+from foldmoe.bench.peers.base import check, step
 from foldmoe.bench.peers.registry import PEERS
 from foldmoe.bench.timing import captured
 
@@ -55,7 +55,7 @@ def peer_arms(
 
     Args:
         names: of :data:`foldmoe.bench.peers.PEERS`.
-        arms: those of :data:`foldmoe.bench.peers.base.ARMS` among them are run; others are no peer's.
+        arms: of these, each peer runs those that are its own (:attr:`Peer.arms`).
         sets: routed and shared weights; each becomes a layer of its own.
         tokens: numbers of rows to compile for.
 
@@ -67,6 +67,9 @@ def peer_arms(
         if name not in PEERS:
             raise ValueError(f"no peer {name!r}; there are: {', '.join(PEERS)}")
         peer, device = PEERS[name], sets[0][0].device
+        if not set(peer.arms) & set(arms):
+            found.refused[name] = f"runs as {' or '.join(peer.arms)} (--arms), asked for {', '.join(arms)}"
+            continue
         if reasons := peer.refusals(spec, device):
             found.refused[name] = "; ".join(reasons)
             continue
@@ -75,7 +78,7 @@ def peer_arms(
         except Exception as error:
             found.refused[name] = _said(error)
             continue
-        for arm in ARMS:
+        for arm in peer.arms:
             if arm not in arms:
                 continue
             if arm == "dual-stream" and device.type == "cpu":

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from foldmoe.moe.spec import ActivationPrecision
 
 ARMS = ("serial", "dual-stream")
-"""Where a peer's shared expert can run; none of them folds."""
+"""Where a peer's shared expert can run."""
+
+ONE_MORE = ("folded",)
+"""The arm of a peer whose launch takes the shared expert as one more routed expert."""
 
 
 class PeerLayer(ABC):
@@ -51,6 +54,7 @@ class Peer(ABC):
         what: one line: formats, scales, where the shared expert's kernel is from.
         activations: precision of x and of the hidden activations.
         tolerance: largest relative error against the oracle on unquantised activations.
+        arms: :data:`ARMS`, or :data:`ONE_MORE`.
     """
 
     name: ClassVar[str]
@@ -58,6 +62,7 @@ class Peer(ABC):
     what: ClassVar[str]
     activations: ClassVar[ActivationPrecision]
     tolerance: ClassVar[float]
+    arms: ClassVar[tuple[str, ...]] = ARMS
 
     @abstractmethod
     def refusals(self, spec: LayerSpec, device: torch.device) -> list[str]:
@@ -93,8 +98,8 @@ def hopper(device: torch.device) -> str | None:
 
 
 def step(layer: PeerLayer, arm: str, device: torch.device) -> Callable[[Batch], Tensor]:
-    """The whole layer as one of :data:`ARMS`."""
-    if arm == "serial":
+    """The whole layer as one of a peer's arms."""
+    if arm != "dual-stream":
         return lambda batch: layer.combine(batch, layer.routed(batch), layer.shared(batch))
     side = torch.cuda.Stream(device)
 

@@ -243,5 +243,5 @@ class HummingBf16(_Humming):
     name = "humming-w4a16"
     what = "W4A16; shared expert by its dense FP8 GEMM"
     activations: ClassVar[ActivationPrecision] = "bf16"
-    tolerance = 0.02  # the shared expert is W8A8
+    tolerance = 0.08  # the shared expert, most of the output, is W8A8
     inputs: ClassVar[dict[str, Any]] = {"a_dtype": "bfloat16"}
