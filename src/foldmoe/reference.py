@@ -65,7 +65,7 @@ def reference_moe(
         shared_weights: ``[M]``; 1 where None.
         routed_scale: multiplies the routed sum, never the shared part.
         activations: "bf16" takes x and act(.) as they are; "fp8" quantises both to E4M3 with one scale per token per
-            128 columns, "fp8_token" with one scale a token.
+            128 columns; "fp8_token" x with one scale a token, act(.) as "fp8" does.
         num_valid_tokens: rows from here on are padding: their output is zero and their input is never read.
         shared_rows: (start, end) rows that get the shared part; all where None.
 
@@ -101,7 +101,7 @@ def _expert(
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     alpha, offset = (clamp.alpha, clamp.up_offset) if clamp is not None else (1.0, 0.0)
     hidden = gate * torch.sigmoid(alpha * gate) * (up + offset)
-    return _operand(hidden, activations) @ down.dequantize(torch.float64).T
+    return _operand(hidden, "fp8" if activations == "fp8_token" else activations) @ down.dequantize(torch.float64).T
 
 
 def _operand(x: Tensor, activations: Precision) -> Tensor:

@@ -36,7 +36,7 @@ interpreter._patch_lang_tensor = _patch_with_index
 interpreter._convert_float = _convert_with_carry
 
 
-def check(m, k, experts, hidden, shared, valid, shared_rows, ids_dtype, x_dtype, seed, tensors, tile):
+def check(m, k, experts, hidden, shared, valid, shared_rows, ids_dtype, x_dtype, seed, tensors, tile, whole):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(m, hidden, generator=g).to(x_dtype)
     x[0, :128] = 0
@@ -46,7 +46,7 @@ def check(m, k, experts, hidden, shared, valid, shared_rows, ids_dtype, x_dtype,
     x[valid:] = float("nan")
     weights = torch.rand(m, k, generator=g)
     weights[ids < 0] = float("nan")
-    geometry = heuristics.Geometry(hidden, 1, 1, 1, 1, 1, 1, 1, float("inf"), float("inf"))
+    geometry = heuristics.Geometry(hidden, 1, 1, 1, 1, 1, 1, 1, float("inf"), float("inf"), whole)
     config = heuristics.build(geometry, tile, 8, 4)
     bound = torch.tensor([valid], dtype=torch.int32) if tensors else valid
     rows = torch.tensor(shared_rows, dtype=torch.int32) if tensors else shared_rows
@@ -60,7 +60,7 @@ def check(m, k, experts, hidden, shared, valid, shared_rows, ids_dtype, x_dtype,
         t.fill_(float("nan"))
     b.control.fill_(-77)
     step.prologue()
-    want = oracle.sort_routes(x, ids, experts, shared, valid, shared_rows, tile)
+    want = oracle.sort_routes(x, ids, experts, shared, valid, shared_rows, tile, whole)
     head = b.control[:8].tolist()
     begin, end = want.shared
     begin = begin // 4 * 4 if end > begin else end
@@ -117,6 +117,7 @@ def main():
             seed,
             seed % 4 > 1,
             (8, 16)[seed % 2],
+            seed % 5 == 2,
         )
         cases += 1
     print(f"{cases} cases")

@@ -39,8 +39,9 @@ def compile_config(config):
     def describe(t, box, swizzle, bits):
         return TensorDescriptor(t, list(t.shape), list(t.stride()), box, gl.NVMMASharedLayout(swizzle, bits, 2))
 
-    codes, offsets = describe(byte, [wgs * 16, 256], 0, 8), describe(byte, [wgs, 256], 0, 8)
+    codes, offsets = describe(byte, [64, 256], 0, 8), describe(byte, [4, 256], 0, 8)
     shared = describe(fp8[:, :128].contiguous(), [wgs * 64, 128], 128, 8)
+    scales = describe(torch.zeros(512, 8), [4 * max(config.geometry.scale_groups, 1), 8], 0, 32)
     tokens = []
     for n in (nt, nts):
         tokens += [describe(fp8, [n, 128], 128, 8), describe(wide, [1, max(n, 32)], 0, 32)] * 2
@@ -52,8 +53,9 @@ def compile_config(config):
             offsets,
             shared,
             shared,
+            scales,
+            scales,
             *tokens,
-            wide,
             wide,
             wide,
             wide,

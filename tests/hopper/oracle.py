@@ -19,7 +19,7 @@ class Sorted:
     scales: torch.Tensor
 
 
-def sort_routes(x, ids, experts, shared, valid, shared_rows, tile):
+def sort_routes(x, ids, experts, shared, valid, shared_rows, tile, whole):
     """Routes by (expert, token, k), every expert from a multiple of 4 on, after a row a token for the shared expert."""
     m, k = ids.shape
     valid = max(0, min(m, valid))
@@ -35,7 +35,8 @@ def sort_routes(x, ids, experts, shared, valid, shared_rows, tile):
         parts = -(-len(routes) // tile)
         tiles += [(e, len(tiles), parts, len(rows), len(rows) + len(routes))] * parts
         rows += [route // k for route in routes]
-    values, scales = fp8.quantize_activations(x.float())
+    values, scales = fp8.quantize_activations(x.float(), None if whole else 128)
+    scales = scales.expand(m, x.shape[1] // 128)
     begin = max(0, min(shared_rows[0], valid)) if shared else 0
     end = max(begin, min(shared_rows[1], valid)) if shared else 0
     return Sorted(torch.tensor(rows), position.view(m, k), tiles, (begin, end), values, scales)

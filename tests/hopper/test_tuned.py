@@ -27,7 +27,7 @@ from tests.hopper import tuned_table
 
 FLASH = heuristics.Geometry(4096, 16, 16, 16, 16, 16, 16, 1, 10.0, 10.0)
 SHARED = ExpertSpec(1, 2048, Format.FP8_128x128, e8m0_scales=True)
-ENTRY = tuned.Entry("H200", 4096, 2048, 2048, 128, 384, 6.0, 8, 16, 4, True, 90.0, 100.0)
+ENTRY = tuned.Entry("H200", 4096, 2048, 2048, 128, 384, 6.0, 8, 16, 4, 90.0, 100.0)
 
 
 def spec(experts: int, top_k: int = 6) -> LayerSpec:
@@ -134,7 +134,8 @@ def test_shipped_entries_compile(entry: tuned.Entry) -> None:
     check(entry.config(FLASH))
 
 
-def test_plan_says_it_and_ranks_need_not_agree_on_it() -> None:
+def test_plan_says_it_and_ranks_need_not_agree_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "table", lambda: (replace(ENTRY, experts=256, routes_per_expert=48),))
     plan = plan_layer(spec(256), FusionPolicy(backend="hopper"), "h200")
     assert plan.tiles == "tuned around 48 routes an expert, heuristic elsewhere"
     assert plan.as_dict()["tiles"] == plan.tiles

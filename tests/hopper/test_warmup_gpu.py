@@ -35,7 +35,14 @@ report = compile_ahead([plan], Calls(tokens, ids=(torch.int32,)), resolve("h200"
 missed = []
 knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else missed.append(src.fn.__name__)
 routed, shared = (part.to("cuda") for part in support.weights())
-layer = FoldedMoE(routed, shared, policy=FusionPolicy(backend=backend), top_k=support.TOP_K)
+layer = FoldedMoE(
+    routed,
+    shared,
+    activation=plan.spec.activation,
+    shared_activation=plan.spec.shared_activation,
+    policy=FusionPolicy(backend=backend),
+    top_k=support.TOP_K,
+)
 
 def call(count):
     x = torch.randn(count, support.HIDDEN, device="cuda").to(torch.bfloat16)

@@ -1,6 +1,6 @@
 """Times on a Hopper GPU, for developers: every arm against the floor, then other tiles and prologues.
 
-    python -m tests.hopper.tune [--tune [--write]] [SHAPE:M,M,.. ..]    # A:1,8,32,128,512,2048 B:1,8,32,128,512,2048
+    python -m tests.hopper.tune [--token] [--tune [--write]] [SHAPE:M,M,.. ..]    # A:1,8,32,128,512,2048
 
 Microseconds a layer over CUDA-graph replays of eight batches and two sets of weights, every kernel included. fold: one
 launch; serial: routed, then shared; dual: both at once on two streams; pro: the prologue alone. ratio: fold / floor, a
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from multiprocessing import get_context
@@ -64,7 +64,7 @@ class Point:
         )
 
 
-def layer(experts: int, hidden: int, width: int) -> Weights:
+def layer(experts: int, hidden: int, width: int, activations: str = "fp8") -> Weights:
     """Random weights of one layer, packed in place."""
 
     def routed(rows: int, columns: int) -> QuantizedTensor:
@@ -78,7 +78,7 @@ def layer(experts: int, hidden: int, width: int) -> Weights:
         return QuantizedTensor(values, scales, format=Format.FP8_128x128, block=(128, 128))
 
     sets = [ExpertWeights(kind(2 * width, hidden), kind(hidden, width)) for kind in (routed, shared)]
-    return pack_layer(*sets, Activation(10.0), Activation(10.0), consume=True)
+    return pack_layer(*sets, Activation(10.0), Activation(10.0), activations=activations, consume=True)  # type: ignore[arg-type]
 
 
 def replay(calls: list, reps: int = 10) -> float:
@@ -117,15 +117,9 @@ def prologue(weights: list[Weights], point: Point) -> float:
 
 
 def candidates(geometry: heuristics.Geometry, point: Point) -> list[heuristics.HopperConfig]:
-    """Tiles within reach of the mean number of tokens an expert; large ones also with two products in flight."""
+    """Tiles within reach of the mean number of tokens an expert."""
     mean = point.tokens * TOP_K / SHAPES[point.shape][1]
-    found = []
-    for size in TILES:
-        if mean / 4 <= size[0] <= max(8, 4 * mean):
-            found.append(heuristics.build(geometry, *size))
-            if size[0] <= 64 and size[2] == 2:
-                found.append(replace(found[-1], deep=True))
-    return found
+    return [heuristics.build(geometry, *size) for size in TILES if mean / 4 <= size[0] <= max(8, 4 * mean)]
 
 
 def warm(job: tuple[int, int, heuristics.HopperConfig, int, bool]) -> str | None:
@@ -134,22 +128,25 @@ def warm(job: tuple[int, int, heuristics.HopperConfig, int, bool]) -> str | None
     try:
         x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
         ids = torch.zeros(tokens, TOP_K, dtype=torch.int32, device="cuda")
+        activations = "fp8_token" if config.geometry.token_scales else "fp8"
         for dependent in (True, False) if arms else (True,):
             call = Call(x, ids, torch.ones(tokens, TOP_K, device="cuda"))
-            launch.run(layer(2, hidden, width), call, config=config, dependent=dependent)
+            launch.run(layer(2, hidden, width, activations), call, config=config, dependent=dependent)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{config}: {str(error).splitlines()[0]}"
     return None
 
 
-def compile_all(points: list[Point], tune: bool) -> set[heuristics.HopperConfig]:
+def compile_all(points: list[Point], tune: bool, token: bool) -> set[heuristics.HopperConfig]:
     """Fill Triton's cache; configs that do not run."""
     todo: dict[heuristics.HopperConfig, tuple[int, int, heuristics.HopperConfig, int, bool]] = {}
     for point in points:
         experts, _, hidden, width = SHAPES[point.shape]
         blocks = -(-2 * width // 256), -(-hidden // 256)
-        geometry = heuristics.Geometry(hidden, *blocks, *blocks, -(-width // 128), -(-width // 128), 1, 10.0, 10.0)
+        geometry = heuristics.Geometry(
+            hidden, *blocks, *blocks, -(-width // 128), -(-width // 128), 1, 10.0, 10.0, token
+        )
         chosen = heuristics.choose(geometry, point.tokens, TOP_K * point.share, experts)
         for config in [chosen, *(candidates(geometry, point) if tune else [])]:
             todo[config] = (hidden, width, config, min(point.tokens, 64), not tune)
@@ -164,17 +161,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("points", nargs="*", default=["A:1,8,32,128,512,2048", "B:1,8,32,128,512,2048"])
     parser.add_argument("--tune", action="store_true", help="other tiles and prologues instead of other arms")
+    parser.add_argument("--token", action="store_true", help="activations with one scale a token (fp8_token)")
     parser.add_argument("--write", action="store_true", help="keep what beats the heuristic in tuned.json")
     options = parser.parse_args()
     asked = [(name, sizes) for name, _, sizes in (p.partition(":") for p in options.points)]
     points = [Point(name, int(m)) for name, sizes in asked for m in sizes.split(",")]
-    failed = compile_all(points, options.tune)
+    failed = compile_all(points, options.tune, options.token)
+    activations = "fp8_token" if options.token else "fp8"
     held: tuple[tuple[int, ...], list[Weights]] = ((), [])
     for point in points:
         experts, _, hidden, width = SHAPES[point.shape]
         if held[0] != (experts, hidden, width):
             held = ((), [])
-            held = ((experts, hidden, width), [layer(experts, hidden, width) for _ in range(2)])
+            held = ((experts, hidden, width), [layer(experts, hidden, width, activations) for _ in range(2)])
         weights = held[1]
         chosen = launch.choose(weights[0], point.calls[0], point.share).config
         fold = arm(weights, point)

@@ -39,7 +39,6 @@ def merge(
         tokens=best.tokens,
         shared_tokens=best.shared_tokens,
         warpgroups=best.warpgroups,
-        deep=best.deep,
         microseconds=round(times[best], 1),
         heuristic_microseconds=round(times[usual], 1),
     )

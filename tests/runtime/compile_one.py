@@ -17,7 +17,7 @@ import torch
 from triton import knobs
 
 import foldmoe  # noqa: F401  follows FOLDMOE_CACHE_DIR
-from foldmoe.backends.triton.kernels.prepare import round_rows
+from foldmoe.backends.triton.kernels.routing import scan
 from foldmoe.backends.triton.launch import launch
 from foldmoe.runtime import kernel_cache
 from foldmoe.runtime.kernels import Compiler, compiling
@@ -45,13 +45,16 @@ def main() -> None:
     before = os.environ.get("TRITON_CACHE_DIR")
     with standing_in("cuda", "sm_90"), kernel_cache.used(), compiling(Compiler(lambda name: True, kernels.append)):
         launch(
-            round_rows,
+            scan,
             (1,),
-            {"x": torch.empty(4, 128, device="meta"), "out": torch.empty(4, 128, dtype=torch.bfloat16, device="meta")},
-            {"columns": 128, "x_stride": 128, "out_stride": 128},
-            ROUND=2,
-            PLANES=1,
-            BK=64,
+            {
+                "counts": torch.empty(4, 64, dtype=torch.int32, device="meta"),
+                "totals": torch.empty(64, dtype=torch.int32, device="meta"),
+            },
+            {"chunks": 4},
+            EP=64,
+            COLUMNS=32,
+            ROWS=16,
         )
     assert os.environ.get("TRITON_CACHE_DIR") == before
     print("found" if hits[0] else "compiled", hashlib.sha256(kernels[0].asm["cubin"]).hexdigest())

@@ -49,7 +49,7 @@ class HopperBackend(Backend):
         from foldmoe.backends.hopper.layer import HopperLayer
         from foldmoe.backends.hopper.outline import outline
 
-        return HopperLayer(outline(spec, device.name), {}, spec.shared.format if spec.shared else None)
+        return HopperLayer(outline(spec, activations, device.name), {}, spec.shared.format if spec.shared else None)
 
     def tiles(self, spec: LayerSpec, device: Device) -> str:
         return tuned.describe(spec, device.name)
@@ -73,7 +73,7 @@ class HopperBackend(Backend):
         from foldmoe.backends.hopper.layer import HopperLayer
         from foldmoe.backends.hopper.packing import pack_layer
 
-        weights = pack_layer(routed, shared, activation, shared_activation, consume=consume)
+        weights = pack_layer(routed, shared, activation, shared_activation, activations=activations, consume=consume)
         stored = {"up": routed.gate_up, "down": routed.down}
         dtypes = {role: tensor.values.dtype for role, tensor in stored.items()}
         dtypes |= {f"{role}_scales": t.scales.dtype for role, t in stored.items() if t.scales is not None}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def descriptors(layer: Weights, b: Buffers, config: HopperConfig) -> tuple[Any, ...]:
-    """The fourteen descriptors of ``folded_moe``.
+    """The sixteen descriptors of ``folded_moe``.
 
     Those of the weights are kept. Those of the workspace are not: they would hold its memory.
     """
@@ -32,11 +32,16 @@ def _of_weights(layer: Weights, warpgroups: int) -> tuple[Any, ...]:
     swizzled = gl.NVMMASharedLayout(128, 8, 2)
     found = []
     for part in (layer.up, layer.down):
-        found.append(_describe(part.codes, (part.codes.shape[0], 256), (256, 1), (warpgroups * 16, 256), plain))
-        found.append(_describe(part.offsets, (part.offsets.shape[0], 256), (256, 1), (warpgroups, 256), plain))
+        found.append(_describe(part.codes, (part.codes.shape[0], 256), (256, 1), (64, 256), plain))
+        found.append(_describe(part.offsets, (part.offsets.shape[0], 256), (256, 1), (4, 256), plain))
     for shared_part in (layer.shared_up, layer.shared_down):
         base = layer.up.codes.view(torch.float8_e4m3fn) if shared_part is None else shared_part.values
         found.append(_describe(base, (base.numel() // 128, 128), (128, 1), (warpgroups * 64, 128), swizzled))
+    groups = max(layer.geometry.scale_groups, 1)
+    for shared_part in (layer.shared_up, layer.shared_down):
+        base = layer.up.references if shared_part is None else shared_part.scales
+        shape, box = (base.numel() // 8, 8), (4 * groups, 8)
+        found.append(_describe(base, shape, (8, 1), box, gl.NVMMASharedLayout(0, 32, 2)))
     return tuple(found)
 
 

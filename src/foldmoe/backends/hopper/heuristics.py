@@ -28,6 +28,7 @@ class Geometry:
         k_down4, k_down8: K steps of the down projections (the up projections have ``hidden / 128``).
         scale_groups: shared-expert scales a K step and row: 1 (128 columns) or 4 (32 columns); 0 without one.
         limit4, limit8: activation limits; infinite for none.
+        token_scales: x has one scale a token: routed up projections are summed over all of K in the tensor core.
     """
 
     hidden: int
@@ -40,6 +41,7 @@ class Geometry:
     scale_groups: int
     limit4: float
     limit8: float
+    token_scales: bool = False
 
     @property
     def k_up(self) -> int:
@@ -63,7 +65,6 @@ class HopperConfig:
         shared_tokens: columns of a shared token tile.
         warpgroups: consumer warpgroups: 4 with small token tiles, 2 with large ones.
         stages: slots of the ring.
-        deep: two products in flight (small tiles).
         registers: a consumer thread's registers.
     """
 
@@ -73,13 +74,27 @@ class HopperConfig:
     shared_tokens: int
     warpgroups: int
     stages: int
-    deep: bool
     registers: int
 
     @property
-    def halves(self) -> int:
-        """Passes over the K loop that make one 256-row up tile."""
+    def units(self) -> int:
+        """64-row units of a 256-row block that one warpgroup multiplies: in one pass over K (routed), or in as many
+        passes (shared: FP8 rows are twice as wide in the ring).
+        """
         return 4 // self.warpgroups
+
+    @property
+    def columns(self) -> int:
+        """Columns of one routed product; a wider tile's are multiplied in two groups."""
+        return min(self.tokens, 64)
+
+    @property
+    def routed_steps(self) -> tuple[int, int]:
+        """K steps of a routed tile, up and down; even where a turn of the loop takes two."""
+        pair = 2 if self.units == 1 else 1
+        up_pair = 2 if self.geometry.token_scales else pair
+        up, down = self.geometry.k_up, self.geometry.k_down4
+        return -(-up // up_pair) * up_pair, -(-down // pair) * pair
 
     @property
     def launch_registers(self) -> int:
@@ -91,7 +106,7 @@ class HopperConfig:
         tail = f" ({self.tail})" if self.tail else ""
         return (
             f"tokens {self.tokens}{tail}/{self.shared_tokens}, {self.warpgroups} warpgroups x {self.registers} "
-            f"registers, {self.stages} stages{', deep' if self.deep else ''}"
+            f"registers, {self.stages} stages"
         )
 
 
@@ -99,13 +114,13 @@ def slot_bytes(tokens: int, shared_tokens: int, warpgroups: int) -> int:
     """Shared memory of one ring slot."""
     widest = max(tokens, shared_tokens)
     scales = 4 * (max(tokens, 32) + max(shared_tokens, 32))
-    return warpgroups * (8192 + 256) + widest * 128 + scales
+    return warpgroups * 8192 + 4 * 256 + widest * 128 + scales
 
 
 def fixed_bytes(tokens: int, shared_tokens: int, warpgroups: int) -> int:
     """Shared memory beside the ring: exchanges between warpgroups, the first half of an up tile."""
     widest = max(tokens, shared_tokens)
-    amax = 3 * warpgroups * 4 * (tokens + shared_tokens)
+    amax = 2 * warpgroups * 4 * (tokens + shared_tokens)
     first_half = 2 * 32 * 4 * widest if warpgroups == 2 else 0
     return amax + first_half + warpgroups * 32 * widest + 1024
 
@@ -116,7 +131,7 @@ def build(geometry: Geometry, tokens: int, shared_tokens: int, warpgroups: int) 
     stages = min(8, room // slot_bytes(tokens, shared_tokens, warpgroups))
     small = warpgroups == 4
     tail = tokens // 2 if tokens >= 64 else 0
-    return HopperConfig(geometry, tokens, tail, shared_tokens, warpgroups, stages, small, 112 if small else 232)
+    return HopperConfig(geometry, tokens, tail, shared_tokens, warpgroups, stages, 112 if small else 232)
 
 
 def choose(geometry: Geometry, rows: int, routes_per_row: float, experts: int) -> HopperConfig:

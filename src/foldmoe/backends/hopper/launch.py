@@ -65,9 +65,16 @@ class Step:
         routes, experts = self.rows * self.top_k, self.layer.experts
         tensors, numbers, kinds = bounds(call)
         groups = triton.next_power_of_2(self.hidden // 128)
-        fine = min(8, groups) if self.rows <= 64 else groups
+        whole = self.layer.geometry.token_scales
+        fine = min(8, groups) if self.rows <= 64 and not whole else groups
         parts = triton.cdiv(self.hidden, fine * 128)
-        columns = {"KP": triton.next_power_of_2(max(self.top_k, 1)), "H": self.hidden, "G": fine, "PARTS": parts}
+        columns = {
+            "KP": triton.next_power_of_2(max(self.top_k, 1)),
+            "H": self.hidden,
+            "G": fine,
+            "PARTS": parts,
+            "WHOLE": whole,
+        }
         tiles = {"NT": config.tokens, "NTS": config.shared_tokens, "HAS_SHARED": self.shared}
         common = {"EP": max(16, triton.next_power_of_2(experts)), "num_warps": _WARPS}
         block = min(512, max(32, triton.next_power_of_2(max(routes, 1))))
@@ -119,7 +126,6 @@ class Step:
         layer, b, config = self.layer, self.buffers, self.config
         device = layer.device
         key = (folded_moe, config, self.dependent, device)
-        up8, down8 = layer.shared_up, layer.shared_down
         return start(
             folded_moe,
             lambda _: (_processors(device),),
@@ -127,8 +133,7 @@ class Step:
             *descriptors.descriptors(layer, b, config),
             layer.up.references,
             layer.down.references,
-            b.xs if up8 is None else up8.scales,
-            b.xs if down8 is None else down8.scales,
+            b.xs,
             b.h,
             b.hs,
             b.d,

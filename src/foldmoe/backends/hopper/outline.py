@@ -14,10 +14,10 @@ from foldmoe.backends.hopper.packing import geometry, scale_groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from foldmoe.moe.spec import ExpertSpec, LayerSpec
+    from foldmoe.moe.spec import ActivationPrecision, ExpertSpec, LayerSpec
 
 
-def outline(spec: LayerSpec, gpu: str) -> Weights:
+def outline(spec: LayerSpec, activations: ActivationPrecision, gpu: str) -> Weights:
     """``spec``, one rank's part, as :func:`foldmoe.backends.hopper.packing.pack_layer` would pack it on ``gpu``."""
     hidden, width = spec.hidden, spec.routed.width
     up = _routed(spec.routed.count, 2 * width, hidden, True)
@@ -26,7 +26,7 @@ def outline(spec: LayerSpec, gpu: str) -> Weights:
     if spec.shared is not None:
         shared_up = _shared(spec.shared, 2 * spec.shared.width, hidden, True)
         shared_down = _shared(spec.shared, hidden, spec.shared.width, False)
-    sizes = geometry(up, down, shared_up, shared_down, spec.activation, spec.shared_activation)
+    sizes = geometry(up, down, shared_up, shared_down, spec.activation, spec.shared_activation, activations)
     return Weights(up, down, shared_up, shared_down, sizes, _meta((1,), torch.int64), gpu=gpu)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from foldmoe.formats import QuantizedTensor
     from foldmoe.moe import Activation, ExpertWeights
+    from foldmoe.moe.spec import ActivationPrecision
 
 
 def pack_layer(
@@ -24,6 +25,7 @@ def pack_layer(
     activation: Activation,
     shared_activation: Activation,
     *,
+    activations: ActivationPrecision = "fp8",
     consume: bool = False,
 ) -> Weights:
     """See :meth:`foldmoe.backends.hopper.backend.HopperBackend.pack`."""
@@ -37,7 +39,7 @@ def pack_layer(
         shared_down = _pack_shared(shared.down, False, groups)
     up = pack.pack_mxfp4(*_bytes(routed.gate_up), True, consume=consume, checked=True)
     down = pack.pack_mxfp4(*_bytes(routed.down), False, consume=consume, checked=True)
-    sizes = geometry(up, down, shared_up, shared_down, activation, shared_activation)
+    sizes = geometry(up, down, shared_up, shared_down, activation, shared_activation, activations)
     workspace.stall_report(routed.device)  # host memory is never taken during a graph capture
     strays = torch.zeros(1, dtype=torch.int64, device=routed.device)
     gpu = torch.cuda.get_device_name(routed.device) if routed.device.type == "cuda" else ""
@@ -51,6 +53,7 @@ def geometry(
     shared_down: pack_shared.PackedShared | None,
     activation: Activation,
     shared_activation: Activation,
+    activations: ActivationPrecision,
 ) -> Geometry:
     """The packed layer's sizes."""
     return Geometry(
@@ -64,6 +67,7 @@ def geometry(
         shared_up.groups if shared_up else 0,
         _limit(activation),
         _limit(shared_activation),
+        activations == "fp8_token",
     )
 
 

@@ -18,8 +18,8 @@ def reasons(spec: LayerSpec, activations: ActivationPrecision) -> tuple[str, ...
     """Why the launch cannot run ``spec``; empty if it can. What only the weights tell (spans) is checked on packing."""
     found = []
     routed, shared = spec.routed, spec.shared
-    if activations != "fp8":
-        found.append(f"activations {activations}: the launch multiplies E4M3 by E4M3 (fp8, one scale per 128 columns)")
+    if activations == "bf16":
+        found.append(f"activations {activations}: the launch multiplies E4M3 by E4M3 (fp8 or fp8_token)")
     if routed.format is not Format.MXFP4:
         found.append(f"routed experts in {routed.format.value}; the launch upcasts mxfp4")
     if not routed.count:

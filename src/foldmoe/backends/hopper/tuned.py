@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import log2
 from pathlib import Path
@@ -65,7 +65,7 @@ class Entry:
     Args:
         gpu: part of the GPU's name, in any case.
         scale_columns: columns that one shared scale spans; 0 without a shared expert.
-        tokens, shared_tokens, warpgroups, deep: see :class:`foldmoe.backends.hopper.heuristics.HopperConfig`.
+        tokens, shared_tokens, warpgroups: see :class:`foldmoe.backends.hopper.heuristics.HopperConfig`.
         microseconds, heuristic_microseconds: the layer with these tiles and with the heuristic's, in one run.
     """
 
@@ -79,7 +79,6 @@ class Entry:
     tokens: int
     shared_tokens: int
     warpgroups: int
-    deep: bool
     microseconds: float
     heuristic_microseconds: float
 
@@ -93,8 +92,7 @@ class Entry:
         return named and self.sizes == sizes and _octaves(experts, self.experts) <= REACH
 
     def config(self, geometry: Geometry) -> HopperConfig:
-        built = heuristics.build(geometry, self.tokens, self.shared_tokens, self.warpgroups)
-        return replace(built, deep=self.deep)
+        return heuristics.build(geometry, self.tokens, self.shared_tokens, self.warpgroups)
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,11 @@ class TorchLayer(PackedLayer):
 
     def forward(self, call: Call, *, folded: bool) -> Tensor:
         valid = _valid(call)
-        x = self._operand(call.x[:valid])
+        x = self._input(call.x[:valid])
         ids, weights = call.topk_ids[:valid], call.topk_weights[:valid]
         y = self._routed(x, ids, weights, call.routed_scale)
         if self.shared is not None:
-            shared_input = x if folded else self._operand(call.x[:valid])
+            shared_input = x if folded else self._input(call.x[:valid])
             self._add_shared(y, shared_input, call, valid)
         y = y.to(call.x.dtype)
         return y if valid == len(call.x) else torch.cat((y, y.new_zeros(len(call.x) - valid, y.shape[1])))
@@ -90,7 +90,7 @@ class TorchLayer(PackedLayer):
         y = torch.zeros(call.x.shape, dtype=torch.float32, device=call.x.device)
         if self.shared is not None:
             valid = _valid(call)
-            self._add_shared(y, self._operand(call.x[:valid]), call, valid)
+            self._add_shared(y, self._input(call.x[:valid]), call, valid)
         return y
 
     def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
@@ -100,11 +100,13 @@ class TorchLayer(PackedLayer):
     def nbytes(self) -> int:
         return self.routed.nbytes + (self.shared.nbytes if self.shared else 0)
 
-    def _operand(self, x: Tensor) -> Tensor:
+    def _input(self, x: Tensor) -> Tensor:
+        return self._operand(x, None) if self.activations == "fp8_token" else self._operand(x)
+
+    def _operand(self, x: Tensor, group: int | None = fp8.ACTIVATION_GROUP) -> Tensor:
         """x or act(.) in the precision of a GEMM's input; quantised values are multiplied out, exactly, in float32."""
         if self.activations == "bf16":
             return x
-        group = None if self.activations == "fp8_token" else fp8.ACTIVATION_GROUP
         return fp8.dequantize_activations(*fp8.quantize_activations(x, group))
 
     def _compute_dtype(self, x: Tensor, weights: ExpertWeights) -> torch.dtype:

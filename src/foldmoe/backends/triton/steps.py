@@ -103,8 +103,6 @@ class Step:
             carve.add(f"x{i}", (self.tokens, _padded(self.hidden)), torch.bfloat16)
         for name, experts, rows in self._sets():
             carve.add(f"hidden_{name}", (rows, _padded(experts.width)), torch.bfloat16)
-            if self.round == 2:
-                carve.add(f"wide_{name}", (rows, _padded(experts.width)), torch.float32)
         carve.add("slots", (self.routes + (self.tokens if self.shared else 0), self.hidden), torch.float32)
         return carve.take(self.x.device)
 
@@ -172,7 +170,6 @@ class Step:
     def up(self, routed: Experts | None, shared: Experts | None) -> None:
         """Gate, up, SwiGLU and rounding, into the hidden buffers."""
         c = self.config.up
-        kind = "wide" if self.round == 2 else "hidden"
         shared_programs = _ceil(self.tokens, c.shared_tokens) * _ceil(shared.width, UP_ROWS) if shared else 0
         programs = shared_programs + (self.capacity * _ceil(routed.width, UP_ROWS) if routed else 0)
         tensors, numbers = self._operands("r", arguments.gate_up(routed), self._input(arguments.gate_up(routed)))
@@ -180,7 +177,7 @@ class Step:
         activations = {"r": self.layer.activation, "s": self.layer.shared_activation}
         constants: dict[str, Any] = {}
         for name, experts in (("r", routed), ("s", shared)):
-            out = self.buffers[f"{kind}_{name}"] if experts else self.buffers["facts"]
+            out = self.buffers[f"hidden_{name}"] if experts else self.buffers["facts"]
             limit = activations[name].limit
             tensors[f"{name}_out"] = out
             numbers[f"{name}_out_stride"] = out.stride(0)
@@ -199,26 +196,10 @@ class Step:
                 "capacity": self.capacity, "top_k": self.top_k, "hidden": self.hidden,
                 "shared_programs": shared_programs, **numbers, **others,
             },
-            ROUTED=routed is not None, SHARED=shared is not None, ROUND=self.round, BN=UP_ROWS,
+            ROUTED=routed is not None, SHARED=shared is not None, ROUND=self.round > 0, BN=UP_ROWS,
             R_BM=c.routed_tokens, S_BM=c.shared_tokens, **arguments.constants("R", arguments.gate_up(routed)),
             **arguments.constants("S", arguments.gate_up(shared)), **constants, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
-        if self.round == 2:
-            self._round_hidden(routed, shared)
-
-    def _round_hidden(self, routed: Experts | None, shared: Experts | None) -> None:
-        for name, experts in (("r", routed), ("s", shared)):
-            if experts is None:
-                continue
-            wide, out = self.buffers[f"wide_{name}"], self.buffers[f"hidden_{name}"]
-            planes, step = experts.down.order
-            launch(
-                prepare_kernel.round_rows,
-                (wide.shape[0], _ceil(experts.width, prepare_kernel.COLUMNS.value)),
-                {"x": wide, "out": out},
-                {"columns": experts.width, "x_stride": wide.stride(0), "out_stride": out.stride(0)},
-                ROUND=2, PLANES=planes, BK=step,
-            )  # fmt: skip
 
     def down(self, routed: Experts | None, shared: Experts | None) -> None:
         """Down projections, into the slots."""

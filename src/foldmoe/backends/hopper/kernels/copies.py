@@ -4,7 +4,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from foldmoe.backends.hopper.kernels.tickets import HEAD, advance, hand_out, locate, read_head, receive, ticket_count
+from foldmoe.backends.hopper.kernels.tickets import (
+    HEAD,
+    advance,
+    after_prologue,
+    hand_out,
+    locate,
+    read_head,
+    receive,
+    ticket_count,
+)
 
 # Names that changed between Triton 3.6 and 3.9.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -41,12 +50,23 @@ mov.b32 $0, v;
 
 
 @gluon.jit
-def fp4_view(weights, slot, WGS: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMASharedLayout(0, 8, 2)
+def _view(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
     if _OLD_REINTERPRET:
-        return weights.index(slot)._reinterpret(gl.uint8, [WGS * 32, 256], layout).slice(0, WGS * 16)
+        return memory._reinterpret(dtype, shape, layout)
     else:
-        return weights.index(slot).reinterpret(gl.uint8, [WGS * 32, 256], layout).slice(0, WGS * 16)
+        return memory.reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def fp4_view(weights, slot, WGS: gl.constexpr):
+    """A slot's E2M1 codes."""
+    return _view(weights.index(slot), gl.uint8, [WGS * 32, 256], gl.NVMMASharedLayout(0, 8, 2)).slice(0, 64)
+
+
+@gluon.jit
+def scale_view(offsets, slot, KG: gl.constexpr):
+    """A slot's FP8 scales, four units of KG groups of 8 rows, where FP4 has its exponents."""
+    return _view(offsets.index(slot), gl.float32, [32, 8], gl.NVMMASharedLayout(0, 32, 2)).slice(0, 4 * KG)
 
 
 @gluon.jit
@@ -56,7 +76,7 @@ def _copy_fp4(
     for _ in range(steps):
         mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
-        mbarrier.expect(bar, WGS * 4352)
+        mbarrier.expect(bar, 4 * 4352)
         tma_load(codes, [unit * 16, 0], bar, fp4_view(weights, slot, WGS))
         tma_load(exponents, [unit, 0], bar, offsets.index(slot))
         unit += 4
@@ -65,12 +85,27 @@ def _copy_fp4(
 
 
 @gluon.jit
-def _copy_fp8(values, unit, steps, slot, phase, weights, full, empty, WGS: gl.constexpr, ST: gl.constexpr):
+def _copy_fp8(
+    values,
+    scales,
+    unit,
+    steps,
+    slot,
+    phase,
+    weights,
+    offsets,
+    full,
+    empty,
+    KG: gl.constexpr,
+    WGS: gl.constexpr,
+    ST: gl.constexpr,
+):
     for _ in range(steps):
         mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
-        mbarrier.expect(bar, WGS * 8192)
+        mbarrier.expect(bar, WGS * 8192 + KG * 128)
         tma_load(values, [unit * 64, 0], bar, weights.index(slot))
+        tma_load(scales, [unit * KG, 0], bar, scale_view(offsets, slot, KG))
         unit += 4
         slot, phase = advance(slot, phase, ST)
     return slot, phase
@@ -80,10 +115,12 @@ def _copy_fp8(values, unit, steps, slot, phase, weights, full, empty, WGS: gl.co
 def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexpr):
     g: gl.constexpr = C.geometry
     WGS: gl.constexpr = C.warpgroups
-    HALVES: gl.constexpr = C.halves
+    UNITS: gl.constexpr = C.units
+    STEPS: gl.constexpr = C.routed_steps
     ST: gl.constexpr = C.stages
-    codes1, exps1, codes2, exps2, shared1, shared2 = desc
+    codes1, exps1, codes2, exps2, shared1, shared2, scales1, scales2 = desc
     weights, offsets, _tokens, _scales4, _scales8, full, empty = ring
+    after_prologue(run)
     head = read_head(control, run)
     total = ticket_count(head, C)
     slot = 0
@@ -97,24 +134,48 @@ def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexp
         if shared:
             if g.up8 > 0:
                 if up:
-                    for half in range(HALVES):
+                    for half in range(UNITS):
                         slot, phase = _copy_fp8(
-                            shared1, block * g.k_up * 4 + half * WGS, g.k_up, slot, phase, weights, full, empty, WGS, ST
+                            shared1,
+                            scales1,
+                            block * g.k_up * 4 + half * WGS,
+                            g.k_up,
+                            slot,
+                            phase,
+                            weights,
+                            offsets,
+                            full,
+                            empty,
+                            g.scale_groups,
+                            WGS,
+                            ST,
                         )
                 else:
-                    unit = block // HALVES * g.k_down8 * 4 + block % HALVES * WGS
-                    slot, phase = _copy_fp8(shared2, unit, g.k_down8, slot, phase, weights, full, empty, WGS, ST)
+                    slot, phase = _copy_fp8(
+                        shared2,
+                        scales2,
+                        block // UNITS * g.k_down8 * 4 + block % UNITS * WGS,
+                        g.k_down8,
+                        slot,
+                        phase,
+                        weights,
+                        offsets,
+                        full,
+                        empty,
+                        g.scale_groups,
+                        WGS,
+                        ST,
+                    )
         else:
             if up:
-                for half in range(HALVES):
-                    unit = (expert * g.up4 + block) * g.k_up * 4 + half * WGS
-                    slot, phase = _copy_fp4(
-                        codes1, exps1, unit, (g.k_up + 1) // 2 * 2, slot, phase, weights, offsets, full, empty, WGS, ST
-                    )
-            else:
-                unit = (expert * g.down4 + block // HALVES) * g.k_down4 * 4 + block % HALVES * WGS
+                unit = (expert * g.up4 + block) * g.k_up * 4
                 slot, phase = _copy_fp4(
-                    codes2, exps2, unit, (g.k_down4 + 1) // 2 * 2, slot, phase, weights, offsets, full, empty, WGS, ST
+                    codes1, exps1, unit, STEPS[0], slot, phase, weights, offsets, full, empty, WGS, ST
+                )
+            else:
+                unit = (expert * g.down4 + block) * g.k_down4 * 4
+                slot, phase = _copy_fp4(
+                    codes2, exps2, unit, STEPS[1], slot, phase, weights, offsets, full, empty, WGS, ST
                 )
         ticket = gl.atomic_add(control + 3 + run, 1, sem="relaxed", scope="gpu")
     hand_out(tickets, tslot, tphase, -1)
@@ -138,9 +199,11 @@ def tokens_producer(desc, control, capacity, run, error, ring, tickets, C: gl.co
     NT: gl.constexpr = C.tokens
     NTS: gl.constexpr = C.shared_tokens
     WGS: gl.constexpr = C.warpgroups
-    HALVES: gl.constexpr = C.halves
+    UNITS: gl.constexpr = C.units
+    STEPS: gl.constexpr = C.routed_steps
     ST: gl.constexpr = C.stages
     x4, xs4, h4, hs4, x8, xs8, h8, hs8 = desc
+    after_prologue(run)
     _weights, _offsets, tokens, scales4, scales8, full, empty = ring
     head = read_head(control, run)
     slot = 0
@@ -163,7 +226,7 @@ def tokens_producer(desc, control, capacity, run, error, ring, tickets, C: gl.co
         if shared:
             if g.up8 > 0:
                 if up:
-                    for _half in range(HALVES):
+                    for _unit in range(UNITS):
                         slot, phase = _copy_tokens(
                             x8, xs8, row, g.k_up, slot, phase, tokens, scales8, full, empty, NTS, ST
                         )
@@ -173,12 +236,7 @@ def tokens_producer(desc, control, capacity, run, error, ring, tickets, C: gl.co
                     )
         else:
             if up:
-                for _half in range(HALVES):
-                    slot, phase = _copy_tokens(
-                        x4, xs4, row, (g.k_up + 1) // 2 * 2, slot, phase, tokens, scales4, full, empty, NT, ST
-                    )
+                slot, phase = _copy_tokens(x4, xs4, row, STEPS[0], slot, phase, tokens, scales4, full, empty, NT, ST)
             else:
-                slot, phase = _copy_tokens(
-                    h4, hs4, row, (g.k_down4 + 1) // 2 * 2, slot, phase, tokens, scales4, full, empty, NT, ST
-                )
+                slot, phase = _copy_tokens(h4, hs4, row, STEPS[1], slot, phase, tokens, scales4, full, empty, NT, ST)
         ticket, tslot, tphase = receive(tickets, tslot, tphase, 1)

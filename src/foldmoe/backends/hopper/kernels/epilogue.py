@@ -46,27 +46,34 @@ def _store_hidden(hidden, h, row, rows, column, inverse, NT: gl.constexpr, ROUTE
 
 
 @gluon.jit
-def _finish_up(
-    hidden,
-    amax,
+def finish_up(
+    parts,
     out,
     row,
     rows,
     block,
     counter,
     turn,
-    kept,
     amax_bufs,
     amax_full,
     NT: gl.constexpr,
     ROUTED: gl.constexpr,
+    LAST: gl.constexpr,
     WG: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Quantise one 128-column block of the hidden vector (all warpgroups' parts share a scale), store it, count it."""
+    """Quantise one 128-column block of the hidden vector (all warpgroups' parts share a scale) and store it.
+
+    Args:
+        parts: this warpgroup's, 32 columns each.
+        LAST: of the tile's groups of tokens: count the block as stored.
+    """
     h, hs, done, row_capacity, _d = out
     WGS: gl.constexpr = C.warpgroups
     half = turn & 1
+    amax = gl.max(gl.abs(parts[0]), axis=0)
+    if C.units == 2:
+        amax = gl.maximum(amax, gl.max(gl.abs(parts[1]), axis=0))
     amax_bufs.index(half * WGS + WG).slice(0, NT).store(amax)
     barrier()
     mbarrier.arrive(amax_full, count=1)
@@ -80,54 +87,19 @@ def _finish_up(
     scale = ((power + 127) << 23).to(gl.float32, bitcast=True)
     inverse = ((127 - power) << 23).to(gl.float32, bitcast=True)
     column = block * 128 + WG * 32
-    if WGS == 2:
-        _store_hidden(hidden, h, row, rows, column + 64, inverse, NT, ROUTED, C)
-        _store_hidden(
-            kept.index(WG).slice(0, NT, 1).load(hidden.type.layout), h, row, rows, column, inverse, NT, ROUTED, C
-        )
-    else:
-        _store_hidden(hidden, h, row, rows, column, inverse, NT, ROUTED, C)
+    _store_hidden(parts[0], h, row, rows, column, inverse, NT, ROUTED, C)
+    if C.units == 2:
+        _store_hidden(parts[1], h, row, rows, column + 64, inverse, NT, ROUTED, C)
     if WG == 0:
         token = gl.arange(0, NT, scale.type.layout)
         gl.store(hs + block.to(gl.int64) * row_capacity + row + token, scale, mask=token < rows)
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [block], dtype=gl.int32, is_pure=False, pack=1
     )
-    barrier()
-    gl.atomic_add(done + counter, 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def hidden_block(
-    hidden,
-    half,
-    out,
-    row,
-    rows,
-    block,
-    counter,
-    turn,
-    kept,
-    amax_bufs,
-    amax_full,
-    NT: gl.constexpr,
-    ROUTED: gl.constexpr,
-    WG: gl.constexpr,
-    C: gl.constexpr,
-):
-    """A pass's part of one 128-column block: kept until the last pass of this warpgroup, which finishes the block."""
-    amax = gl.max(gl.abs(hidden), axis=0)
-    if C.halves == 1:
-        _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax_bufs, amax_full, NT, ROUTED, WG, C)
-        turn += 1
-    elif half == 0:
-        kept.index(WG).slice(0, NT, 1).store(hidden)
-        amax_bufs.index(2 * C.warpgroups + WG).slice(0, NT).store(amax)
-    else:
-        amax = gl.maximum(amax, amax_bufs.index(2 * C.warpgroups + WG).slice(0, NT).load(amax.type.layout))
-        _finish_up(hidden, amax, out, row, rows, block, counter, turn, kept, amax_bufs, amax_full, NT, ROUTED, WG, C)
-        turn += 1
-    return turn
+    if LAST:
+        barrier()
+        gl.atomic_add(done + counter, 1, sem="release", scope="gpu")
+    return turn + 1
 
 
 @gluon.jit
@@ -141,15 +113,12 @@ def finish_down(acc, out, row, rows, first, C: gl.constexpr):
 
 
 @gluon.jit
-def row_scaled(acc, scale):
-    """Times each row's reference exponent (a power of two)."""
+def scaled(acc, scale, tokens, BY_TOKEN: gl.constexpr):
+    """Times each row's reference exponent (a power of two) and, BY_TOKEN, each token's scale."""
     row = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-    return acc * gl.load(scale + row).expand_dims(1)
-
-
-@gluon.jit
-def late(value):
-    """The same number, but unknown to the compiler before this point: addresses made from it are not held over a K
-    loop, which has no registers for them.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+    acc = acc * gl.load(scale + row).expand_dims(1)
+    if BY_TOKEN:
+        xs, first, rows = tokens
+        token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        acc = acc * gl.load(xs + first + token, mask=token < rows, other=0.0).expand_dims(0)
+    return acc

@@ -5,13 +5,13 @@ start in list order whatever else runs on the device, and a tile only ever waits
 
     shared up tiles | routed up tiles | shared down tiles | routed down tiles
 
-An up tile is 256 packed rows (128 gate rows, 128 up rows, interleaved by 8) x one token tile: exactly one 128-column
-quantisation block of the hidden vector. A down tile is 64 x WGS rows. K is always summed in one order, whatever the
-tile shape, so a row's bits do not depend on the batch it is in.
+A routed tile is 256 packed rows x one token tile. In an up projection these are 128 gate rows and 128 up rows,
+interleaved by 8: exactly one 128-column quantisation block of the hidden vector. A shared down tile is 64 x WGS rows. K
+is always summed in one order, whatever the tile shape, so a row's bits do not depend on the batch it is in.
 
 Warp roles (one CTA an SM)
     partition        warps      does
-    consumer 0..WGS-1  4 each   wgmma on its own 64 rows; FP4 is upcast to E4M3 in registers; epilogue
+    consumer 0..WGS-1  4 each   wgmma on units of 64 rows; FP4 is upcast to E4M3 in registers; epilogue
     weights producer   1        takes tickets, hands them round, copies weight chunks (never waits for other CTAs)
     tokens producer    1        waits for the token tile's counter (down tiles), copies activations and their scales
 
@@ -27,8 +27,8 @@ TMA reads from multiples of 16 bytes only: the innermost coordinate of every cop
 tile's scales, four bytes a row, so the prologue starts every token tile at a multiple of four rows. Columns of a tile
 beyond its rows hold whatever lies there, NaN included: a product never mixes columns, and they are not stored.
 
-A slot of the ring holds one K step of 128: weights (E4M3 rows, or E2M1 codes in the first half of the same bytes and
-their exponent offsets), tokens, and one scale a token.
+A slot of the ring holds one K step of 128: weights (64 x WGS rows of E4M3, or 256 rows of E2M1 codes in the same
+bytes), their scales or exponent offsets, tokens, and one scale a token. Nothing in a K loop waits for global memory.
 
 Global counters: ``done[token tile]`` counts consumers that have stored their part of the hidden vector; a down tile
 waits for ``up tiles x WGS``. A wait longer than two seconds writes (1, tile, found, wanted) to ``error`` (host memory)
@@ -40,79 +40,109 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from foldmoe.backends.hopper.kernels.copies import tokens_producer, weights_producer
-from foldmoe.backends.hopper.kernels.epilogue import finish_down, hidden_block, late, row_scaled, swiglu
-from foldmoe.backends.hopper.kernels.products import fp4_product, fp8_product
-from foldmoe.backends.hopper.kernels.tickets import HEAD, TICKETS, locate, read_head, receive
-
-# Under programmatic dependent launch: wait for the prologue, let the combine be scheduled. No-ops otherwise.
-_AFTER_PROLOGUE = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;")
+from foldmoe.backends.hopper.kernels.epilogue import finish_down, finish_up, scaled, swiglu
+from foldmoe.backends.hopper.kernels.products import fp4_chain, fp4_product, fp8_product, late
+from foldmoe.backends.hopper.kernels.tickets import HEAD, TICKETS, after_prologue, locate, read_head, receive
 
 
 @gluon.jit
 def _routed_tile(
-    tile,
-    steps,
-    rs,
-    out,
-    slot,
-    phase,
-    turn,
-    ring,
-    kept,
-    amax,
-    amax_full,
-    NT: gl.constexpr,
-    WG: gl.constexpr,
-    C: gl.constexpr,
+    tile, steps, rs, out, slot, phase, turn, ring, amax, amax_full, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr
 ):
     """One tile of routed experts. One copy of the K loop serves both projections: the code must stay small (a kernel
     with one a case stalled a fifth of its time on instruction fetches).
     """
     g: gl.constexpr = C.geometry
     WGS: gl.constexpr = C.warpgroups
-    HALVES: gl.constexpr = C.halves
+    UNITS: gl.constexpr = C.units
+    WIDTH: gl.constexpr = min(NT, C.columns)
+    GROUPS: gl.constexpr = NT // WIDTH
     up, expert, block, row, rows, counter = tile
     k_up, k_down4, _k_down8 = steps
-    rs1, rs2 = rs
-    for half in range(gl.where(up, HALVES, 1)):
-        acc, slot, phase = fp4_product(gl.where(up, k_up, k_down4), slot, phase, ring, NT, WG, C)
-        first, column = late(row), late(block)
-        if up:
-            scale = rs1 + (expert * g.up4 + column) * 256 + (half * WGS + WG) * 64
-            hidden = swiglu(row_scaled(acc, scale), g.limit4, NT)
-            turn = hidden_block(
-                hidden, half, out, first, rows, column, counter, turn, kept, amax, amax_full, NT, True, WG, C
-            )
+    rs1, rs2, xs = rs
+    if not g.token_scales:
+        sums, slot, phase = fp4_product(gl.where(up, k_up, k_down4), slot, phase, ring, NT, WG, C)
+    if up:
+        if g.token_scales:
+            acc0, acc1, slot, phase = fp4_chain(k_up, slot, phase, ring, NT, WG, C)
+            first, column = late(row), late(block)
+            scale = rs1 + (expert * g.up4 + column) * 256 + WG * 64
+            at = (xs, first, rows)
+            hidden = swiglu(scaled(acc0, scale, at, True), g.limit4, NT)
+            if UNITS == 1:
+                parts = (hidden,)
+            else:
+                parts = (hidden, swiglu(scaled(acc1, scale + WGS * 64, at, True), g.limit4, NT))
+            turn = finish_up(parts, out, first, rows, column, counter, turn, amax, amax_full, NT, True, True, WG, C)
         else:
-            scale = rs2 + (expert * g.down4 * HALVES + column) * (WGS * 64) + WG * 64
-            finish_down(row_scaled(acc, scale), out, first, rows, (column * WGS + WG) * 64, C)
+            first, column = late(row), late(block)
+            scale = rs1 + (expert * g.up4 + column) * 256 + WG * 64
+            for i in gl.static_range(GROUPS):
+                at = (xs, first + i * WIDTH, rows - i * WIDTH)
+                hidden = swiglu(scaled(sums[i * UNITS], scale, at, False), g.limit4, WIDTH)
+                if UNITS == 1:
+                    parts = (hidden,)
+                else:
+                    parts = (hidden, swiglu(scaled(sums[2 * i + 1], scale + WGS * 64, at, False), g.limit4, WIDTH))
+                turn = finish_up(
+                    parts,
+                    out,
+                    first + i * WIDTH,
+                    rows - i * WIDTH,
+                    column,
+                    counter,
+                    turn,
+                    amax,
+                    amax_full,
+                    WIDTH,
+                    True,
+                    i == GROUPS - 1,
+                    WG,
+                    C,
+                )
+    else:
+        if g.token_scales:
+            sums, slot, phase = fp4_product(k_down4, slot, phase, ring, NT, WG, C)
+        first, column = late(row), late(block)
+        scale = rs2 + (expert * g.down4 + column) * 256 + WG * 64
+        for i in gl.static_range(GROUPS):
+            for unit in gl.static_range(UNITS):
+                finish_down(
+                    scaled(sums[i * UNITS + unit], scale + unit * WGS * 64, (xs, first, rows), False),
+                    out,
+                    first + i * WIDTH,
+                    rows - i * WIDTH,
+                    column * 256 + (unit * WGS + WG) * 64,
+                    C,
+                )
     return slot, phase, turn
 
 
 @gluon.jit
-def _shared_tile(
-    tile, steps, ws, out, slot, phase, turn, ring, kept, amax, amax_full, WG: gl.constexpr, C: gl.constexpr
-):
-    """One tile of the shared expert, likewise."""
+def _shared_tile(tile, steps, out, slot, phase, turn, ring, kept, amax, amax_full, WG: gl.constexpr, C: gl.constexpr):
+    """One tile of the shared expert, likewise; an up tile's units one after the other, the first one's part kept."""
     g: gl.constexpr = C.geometry
     NT: gl.constexpr = C.shared_tokens
     WGS: gl.constexpr = C.warpgroups
-    HALVES: gl.constexpr = C.halves
+    UNITS: gl.constexpr = C.units
     up, _expert, block, row, rows, counter = tile
     k_up, _k_down4, k_down8 = steps
-    ws1, ws2 = ws
-    for half in range(gl.where(up, HALVES, 1)):
-        if up:
-            scales = ws1 + (block * k_up * 4 + half * WGS + WG) * (8 * g.scale_groups)
-        else:
-            scales = ws2 + (block // HALVES * k_down8 * 4 + block % HALVES * WGS + WG) * (8 * g.scale_groups)
-        acc, slot, phase = fp8_product(scales, gl.where(up, k_up, k_down8), slot, phase, ring, WG, C)
+    for unit in range(gl.where(up, UNITS, 1)):
+        acc, slot, phase = fp8_product(gl.where(up, k_up, k_down8), slot, phase, ring, WG, C)
         first, column = late(row), late(block)
         if up:
             hidden = swiglu(acc, g.limit8, NT)
-            turn = hidden_block(
-                hidden, half, out, first, rows, column, counter, turn, kept, amax, amax_full, NT, False, WG, C
-            )
+            if UNITS == 1:
+                turn = finish_up(
+                    (hidden,), out, first, rows, column, counter, turn, amax, amax_full, NT, False, True, WG, C
+                )
+            elif unit == 0:
+                kept.index(WG).slice(0, NT, 1).store(hidden)
+            else:
+                parts = (kept.index(WG).slice(0, NT, 1).load(hidden.type.layout), hidden)
+                turn = finish_up(
+                    parts, out, first, rows, column, counter, turn, amax, amax_full, NT, False, True, WG, C
+                )
         else:
             finish_down(acc, out, first, rows, (column * WGS + WG) * 64, C)
     return slot, phase, turn
@@ -122,7 +152,6 @@ def _shared_tile(
 def _consumer(
     steps,
     rs,
-    ws,
     out,
     control,
     capacity,
@@ -136,6 +165,7 @@ def _consumer(
     C: gl.constexpr,
 ):
     amax4, amax8 = amax_bufs
+    after_prologue(run)
     head = read_head(control, run)
     slot = 0
     phase = 0
@@ -149,20 +179,20 @@ def _consumer(
         if shared:
             if C.geometry.up8 > 0:
                 slot, phase, turn = _shared_tile(
-                    tile, steps, ws, out, slot, phase, turn, ring, kept, amax8, amax_full, WG, C
+                    tile, steps, out, slot, phase, turn, ring, kept, amax8, amax_full, WG, C
                 )
         else:
             if C.tail == 0:
                 slot, phase, turn = _routed_tile(
-                    tile, steps, rs, out, slot, phase, turn, ring, kept, amax4, amax_full, C.tokens, WG, C
+                    tile, steps, rs, out, slot, phase, turn, ring, amax4, amax_full, C.tokens, WG, C
                 )
             elif rows <= C.tail:
                 slot, phase, turn = _routed_tile(
-                    tile, steps, rs, out, slot, phase, turn, ring, kept, amax4, amax_full, C.tail, WG, C
+                    tile, steps, rs, out, slot, phase, turn, ring, amax4, amax_full, C.tail, WG, C
                 )
             else:
                 slot, phase, turn = _routed_tile(
-                    tile, steps, rs, out, slot, phase, turn, ring, kept, amax4, amax_full, C.tokens, WG, C
+                    tile, steps, rs, out, slot, phase, turn, ring, amax4, amax_full, C.tokens, WG, C
                 )
         ticket, tslot, tphase = receive(tickets, tslot, tphase, 4)
 
@@ -175,6 +205,8 @@ def folded_moe(
     exps2,
     shared1,
     shared2,
+    scales1,
+    scales2,
     x4,
     xs4,
     h4,
@@ -185,8 +217,7 @@ def folded_moe(
     hs8,
     rs1,
     rs2,
-    ws1,
-    ws2,
+    xs,
     h,
     hs,
     d,
@@ -203,9 +234,9 @@ def folded_moe(
     """See the module.
 
     Args:
-        codes1 .. shared2: descriptors of the packed weights (see ``pack.py``): up then down.
+        codes1 .. scales2: descriptors of the packed weights (see ``pack.py``): up then down.
         x4 .. hs8: descriptors of quantised tokens, their scales, hidden vectors and theirs; routed then shared tiles.
-        rs1, rs2: reference scale of every packed routed row; ws1, ws2: shared scales by unit, group and 8 rows.
+        rs1, rs2: reference scale of every packed routed row. xs: the tokens' scales, ``[step, row]``.
         h, hs, d: hidden vectors, their scales ``[column block, row]``, down products float32 ``[row, H]``.
         control: the control block (``workspace.py``). error: four words of host memory.
         run: 1 routed tiles, 2 shared tiles, 3 both. capacity, row_capacity: strides of the tile table and the scales.
@@ -219,14 +250,13 @@ def folded_moe(
     ST: gl.constexpr = C.stages
     NX: gl.constexpr = max(NT, NTS)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gl.inline_asm_elementwise(_AFTER_PROLOGUE, "=r,r", [capacity], dtype=gl.int32, is_pure=False, pack=1)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [ST, WGS * 64, 128], gl.NVMMASharedLayout(128, 8, 2))
-    offsets = gl.allocate_shared_memory(gl.uint8, [ST, WGS, 256], exps1.layout)
+    offsets = gl.allocate_shared_memory(gl.uint8, [ST, 4, 256], exps1.layout)
     tokens = gl.allocate_shared_memory(gl.float8e4nv, [ST, NX, 128], x4.layout)
     scales4 = gl.allocate_shared_memory(gl.float32, [ST, 1, max(NT, 32)], xs4.layout)
     scales8 = gl.allocate_shared_memory(gl.float32, [ST, 1, max(NTS, 32)], xs8.layout)
-    amax4 = gl.allocate_shared_memory(gl.float32, [3 * WGS, NT], plain)
-    amax8 = gl.allocate_shared_memory(gl.float32, [3 * WGS, NTS], plain)
+    amax4 = gl.allocate_shared_memory(gl.float32, [2 * WGS, NT], plain)
+    amax8 = gl.allocate_shared_memory(gl.float32, [2 * WGS, NTS], plain)
     values = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], plain)
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
@@ -244,17 +274,16 @@ def folded_moe(
     tickets = (values, ticket_full, ticket_empty)
     out = (h, hs, control + HEAD + 5 * capacity, row_capacity, d)
     steps = (k_up, k_down4, k_down8)
-    rs = (rs1, rs2)
-    ws = (ws1, ws2)
+    rs = (rs1, rs2, xs)
     amax = (amax4, amax8)
-    copies = (codes1, exps1, codes2, exps2, shared1, shared2)
+    copies = (codes1, exps1, codes2, exps2, shared1, shared2, scales1, scales2)
     inputs = (x4, xs4, h4, hs4, x8, xs8, h8, hs8)
     if WGS == 2:
         kept = gl.allocate_shared_memory(gl.float32, [2, 32, NX], gl.SwizzledSharedLayout(8, 1, NX // 16, [1, 0]))
         gl.warp_specialize(
             [
-                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),
-                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 1, C)),
+                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),
+                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 1, C)),
                 (weights_producer, (copies, control, capacity, run, ring, tickets, C)),
                 (tokens_producer, (inputs, control, capacity, run, error, ring, tickets, C)),
             ],
@@ -265,10 +294,10 @@ def folded_moe(
         kept = values
         gl.warp_specialize(
             [
-                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),
-                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 1, C)),
-                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 2, C)),
-                (_consumer, (steps, rs, ws, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 3, C)),
+                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),
+                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 1, C)),
+                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 2, C)),
+                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 3, C)),
                 (weights_producer, (copies, control, capacity, run, ring, tickets, C)),
                 (tokens_producer, (inputs, control, capacity, run, error, ring, tickets, C)),
             ],

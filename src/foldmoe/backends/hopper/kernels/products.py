@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from foldmoe.backends.hopper.kernels.copies import fp4_view
+from foldmoe.backends.hopper.kernels.copies import fp4_view, scale_view
 from foldmoe.backends.hopper.kernels.tickets import advance
 
 # Eight E2M1 codes (one word) to two words of four E4M3; $3 and $7 hold the table of the eight magnitudes at this
@@ -21,6 +21,14 @@ lop3.b32 u, u, v, 0x80808080, 0xf8;
 mov.b32 $0, t;
 mov.b32 $1, u;
 }""")
+
+
+@gluon.jit
+def late(value):
+    """The same number, but unknown to the compiler before this point: addresses made from it are not held over a K
+    loop, which has no registers for them.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -56,100 +64,215 @@ def _upcast(codes, offsets, dot_layout: gl.constexpr):
 
 @gluon.jit
 def fp4_product(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """Sum over K of codes x tokens, promoted to float32 times the token's scale every 128 columns.
+    """Sums over K of codes x tokens, promoted to float32 times the token's scale every 128 columns.
 
-    Two steps a turn (an FP8 operand carried round the loop costs byte shuffles); an odd K has a last step of zeros.
+    Returns the warpgroup's sums in one tuple, unit after unit of each group of columns, and the ring's next slot.
     """
-    weights, offsets, tokens, scales4, _scales8, full, empty = ring
-    WGS: gl.constexpr = C.warpgroups
+    if C.units == 1:
+        return _one_unit(steps, slot, phase, ring, NT, WG, C)
+    elif NT <= 64:
+        return _two_units(steps, slot, phase, ring, NT, WG, C)
+    else:
+        return _two_units_wide(steps, slot, phase, ring, WG, C)
+
+
+@gluon.jit
+def _operand(ring, slot, unit: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
+    """A unit's codes in a slot as the A operand of products of N columns."""
+    weights, offsets, _tokens, _scales4, _scales8, _full, _empty = ring
+    mma: gl.constexpr = _accumulator(N)
+    codes = fp4_view(weights, slot, C.warpgroups).slice(unit * 16, 16)
+    return _upcast(codes, offsets.index(slot).slice(unit, 1), gl.DotOperandLayout(0, mma, 4))
+
+
+@gluon.constexpr_function
+def _accumulator(columns):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
+
+
+@gluon.jit
+def _one_unit(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """Two steps a turn: an FP8 operand carried round the loop costs byte shuffles. An odd K ends in a step of zeros."""
+    _weights, _offsets, tokens, scales4, _scales8, full, empty = ring
     ST: gl.constexpr = C.stages
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, NT, 32])
-    dot_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
+    mma: gl.constexpr = _accumulator(NT)
     zero = gl.zeros([64, NT], gl.float32, mma)
     acc = gl.zeros([64, NT], gl.float32, mma)
     for _ in range((steps + 1) // 2):
         slot1, phase1 = advance(slot, phase, ST)
         mbarrier.wait(full.index(slot), phase)
-        a0 = _upcast(fp4_view(weights, slot, WGS).slice(WG * 16, 16), offsets.index(slot).slice(WG, 1), dot_layout)
+        a0 = _operand(ring, slot, WG, NT, C)
         p0 = warpgroup_mma(a0, tokens.index(slot).slice(0, NT).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(full.index(slot1), phase1)
-        a1 = _upcast(fp4_view(weights, slot1, WGS).slice(WG * 16, 16), offsets.index(slot1).slice(WG, 1), dot_layout)
-        if C.deep:
-            p1 = warpgroup_mma(a1, tokens.index(slot1).slice(0, NT).permute((1, 0)), zero, use_acc=False, is_async=True)
-            s0 = scales4.index(slot).slice(0, NT, 1).load(mma)
-            part = warpgroup_mma_wait(1, deps=(p0,))
-            mbarrier.arrive(empty.index(slot), count=1)
-            acc += part * s0
-            s1 = scales4.index(slot1).slice(0, NT, 1).load(mma)
-            part1 = warpgroup_mma_wait(0, deps=(p1,))
-            mbarrier.arrive(empty.index(slot1), count=1)
-            acc += part1 * s1
-        else:
-            s0 = scales4.index(slot).slice(0, NT, 1).load(mma)
-            part = warpgroup_mma_wait(0, deps=(p0,))
-            mbarrier.arrive(empty.index(slot), count=1)
-            acc += part * s0
-            p1 = warpgroup_mma(a1, tokens.index(slot1).slice(0, NT).permute((1, 0)), zero, use_acc=False, is_async=True)
-            s1 = scales4.index(slot1).slice(0, NT, 1).load(mma)
-            part1 = warpgroup_mma_wait(0, deps=(p1,))
-            mbarrier.arrive(empty.index(slot1), count=1)
-            acc += part1 * s1
+        a1 = _operand(ring, slot1, WG, NT, C)
+        p1 = warpgroup_mma(a1, tokens.index(slot1).slice(0, NT).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s0 = scales4.index(slot).slice(0, NT, 1).load(mma)
+        part = warpgroup_mma_wait(1, deps=(p0,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        acc += part * s0
+        s1 = scales4.index(slot1).slice(0, NT, 1).load(mma)
+        part1 = warpgroup_mma_wait(0, deps=(p1,))
+        mbarrier.arrive(empty.index(slot1), count=1)
+        acc += part1 * s1
         slot, phase = advance(slot1, phase1, ST)
-    return acc, slot, phase
+    return (acc,), slot, phase
 
 
 @gluon.jit
-def fp8_product(scales, steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
+def _two_units(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """A step's tokens meet both units while they are in the ring: with 128 rows at a time L2 could not bring them."""
+    _weights, _offsets, tokens, scales4, _scales8, full, empty = ring
+    ST: gl.constexpr = C.stages
+    WGS: gl.constexpr = C.warpgroups
+    mma: gl.constexpr = _accumulator(NT)
+    zero = gl.zeros([64, NT], gl.float32, mma)
+    acc0 = gl.zeros([64, NT], gl.float32, mma)
+    acc1 = gl.zeros([64, NT], gl.float32, mma)
+    for _ in range(steps):
+        mbarrier.wait(full.index(slot), phase)
+        x = tokens.index(slot).slice(0, NT).permute((1, 0))
+        p0 = warpgroup_mma(_operand(ring, slot, WG, NT, C), x, zero, use_acc=False, is_async=True)
+        a1 = _operand(ring, slot, WGS + WG, NT, C)
+        p1 = warpgroup_mma(a1, x, zero, use_acc=False, is_async=True)
+        s = scales4.index(slot).slice(0, NT, 1).load(mma)
+        part0 = warpgroup_mma_wait(1, deps=(p0,))
+        acc0 += part0 * s
+        part1 = warpgroup_mma_wait(0, deps=(p1,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        acc1 += part1 * s
+        slot, phase = advance(slot, phase, ST)
+    return (acc0, acc1), slot, phase
+
+
+@gluon.jit
+def _two_units_wide(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
+    """The same for 128 columns, 64 at a time: a product in flight while the one before it is promoted, and no more
+    registers than one of 128 columns takes.
+    """
+    _weights, _offsets, tokens, scales4, _scales8, full, empty = ring
+    ST: gl.constexpr = C.stages
+    WGS: gl.constexpr = C.warpgroups
+    mma: gl.constexpr = _accumulator(64)
+    zero = gl.zeros([64, 64], gl.float32, mma)
+    acc00 = gl.zeros([64, 64], gl.float32, mma)
+    acc01 = gl.zeros([64, 64], gl.float32, mma)
+    acc10 = gl.zeros([64, 64], gl.float32, mma)
+    acc11 = gl.zeros([64, 64], gl.float32, mma)
+    for _ in range(steps):
+        mbarrier.wait(full.index(slot), phase)
+        x0 = tokens.index(slot).slice(0, 64).permute((1, 0))
+        x1 = tokens.index(slot).slice(64, 64).permute((1, 0))
+        a0 = _operand(ring, slot, WG, 64, C)
+        p = warpgroup_mma(a0, x0, zero, use_acc=False, is_async=True)
+        s = scales4.index(slot).slice(0, 64, 1).load(mma)
+        part00 = warpgroup_mma_wait(0, deps=(p,))
+        p = warpgroup_mma(a0, x1, zero, use_acc=False, is_async=True)
+        acc00 += part00 * s
+        a1 = _operand(ring, slot, WGS + WG, 64, C)
+        s = scales4.index(slot).slice(64, 64, 1).load(mma)
+        part10 = warpgroup_mma_wait(0, deps=(p,))
+        p = warpgroup_mma(a1, x0, zero, use_acc=False, is_async=True)
+        acc10 += part10 * s
+        s = scales4.index(slot).slice(0, 64, 1).load(mma)
+        part01 = warpgroup_mma_wait(0, deps=(p,))
+        p = warpgroup_mma(a1, x1, zero, use_acc=False, is_async=True)
+        acc01 += part01 * s
+        s = scales4.index(slot).slice(64, 64, 1).load(mma)
+        part11 = warpgroup_mma_wait(0, deps=(p,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        acc11 += part11 * s
+        slot, phase = advance(slot, phase, ST)
+    return (acc00, acc01, acc10, acc11), slot, phase
+
+
+@gluon.jit
+def fp4_chain(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """The same sums in the tensor core over all of K, unscaled, all columns in one group: for tokens with one scale
+    each. Two steps a turn; a unit's products are waited for before the next but one's operand takes its registers.
+    """
+    _weights, _offsets, tokens, _scales4, _scales8, full, empty = ring
+    ST: gl.constexpr = C.stages
+    WGS: gl.constexpr = C.warpgroups
+    acc0 = gl.zeros([64, NT], gl.float32, _accumulator(NT))
+    acc1 = acc0
+    for _ in range((steps + 1) // 2):
+        slot1, phase1 = advance(slot, phase, ST)
+        mbarrier.wait(full.index(slot), phase)
+        x = tokens.index(slot).slice(0, NT).permute((1, 0))
+        acc0 = warpgroup_mma(_operand(ring, slot, WG, NT, C), x, acc0, is_async=True)
+        if C.units == 2:
+            acc1 = warpgroup_mma(_operand(ring, slot, WGS + WG, NT, C), x, acc1, is_async=True)
+            acc0 = warpgroup_mma_wait(1, deps=(acc0,))
+        mbarrier.wait(full.index(slot1), phase1)
+        x = tokens.index(slot1).slice(0, NT).permute((1, 0))
+        acc0 = warpgroup_mma(_operand(ring, slot1, WG, NT, C), x, acc0, is_async=True)
+        if C.units == 2:
+            acc1 = warpgroup_mma_wait(1, deps=(acc1,))
+            acc1 = warpgroup_mma(_operand(ring, slot1, WGS + WG, NT, C), x, acc1, is_async=True)
+            acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
+        else:
+            acc0 = warpgroup_mma_wait(0, deps=(acc0,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(empty.index(slot1), count=1)
+        slot, phase = advance(slot1, phase1, ST)
+    return acc0, acc1, slot, phase
+
+
+@gluon.jit
+def _group_scales(offsets, slot, row: gl.constexpr, layout: gl.constexpr, KG: gl.constexpr):
+    """A unit's scales of one column group: one for every 8 rows, spread over the 64."""
+    spread: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1, 0]], [[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 2, 0], [0, 4, 0]], [], [1, 8, 8]
+    )
+    w = scale_view(offsets, slot, KG).slice(row, 1).load(gl.SliceLayout(2, spread))
+    w = w.expand_dims(2).broadcast_to([1, 8, 8]).reshape([64])
+    return gl.convert_layout(w, gl.SliceLayout(1, layout), assert_trivial=True).expand_dims(1)
+
+
+@gluon.jit
+def fp8_product(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
     """The same for E4M3 weights with KG scales a K step and 8 rows: promoted every 128 / KG columns."""
-    weights, _offsets, tokens, _scales4, scales8, full, empty = ring
+    weights, offsets, tokens, _scales4, scales8, full, empty = ring
     NT: gl.constexpr = C.shared_tokens
     ST: gl.constexpr = C.stages
     KG: gl.constexpr = C.geometry.scale_groups
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, NT, 32])
+    mma: gl.constexpr = _accumulator(NT)
     KW: gl.constexpr = 128 // KG
     zero = gl.zeros([64, NT], gl.float32, mma)
     acc = gl.zeros([64, NT], gl.float32, mma)
-    group = gl.arange(0, 64, gl.SliceLayout(1, mma)) // 8
-    at = scales + group
-    w0 = gl.load(at)
-    for step in range(steps):
-        # The next step's first scales are on their way while this step multiplies; the last step reads its own again.
-        following = at + gl.where(step + 1 < steps, 32 * KG, 0)
-        if KG > 1:
-            w1 = gl.load(at + 8)
-            w2 = gl.load(at + 16)
-            w3 = gl.load(at + 24)
+    for _ in range(steps):
         mbarrier.wait(full.index(slot), phase)
-        next0 = gl.load(following)
         a = weights.index(slot).slice(WG * 64, 64)
         x = tokens.index(slot).slice(0, NT)
         s = scales8.index(slot).slice(0, NT, 1).load(mma)
+        w0 = _group_scales(offsets, slot, WG * KG, mma, KG)
         if KG == 1:
             p = warpgroup_mma(a, x.permute((1, 0)), zero, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=(p,))
             mbarrier.arrive(empty.index(slot), count=1)
-            acc += part * (s * w0.expand_dims(1))
+            acc += part * (s * w0)
         else:
+            w1 = _group_scales(offsets, slot, WG * KG + 1, mma, KG)
+            w2 = _group_scales(offsets, slot, WG * KG + 2, mma, KG)
+            w3 = _group_scales(offsets, slot, WG * KG + 3, mma, KG)
             p0 = warpgroup_mma(a.slice(0, KW, 1), x.slice(0, KW, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
             p1 = warpgroup_mma(
                 a.slice(KW, KW, 1), x.slice(KW, KW, 1).permute((1, 0)), zero, use_acc=False, is_async=True
             )
             part0 = warpgroup_mma_wait(1, deps=(p0,))
-            acc += part0 * (s * w0.expand_dims(1))
+            acc += part0 * (s * w0)
             p2 = warpgroup_mma(
                 a.slice(2 * KW, KW, 1), x.slice(2 * KW, KW, 1).permute((1, 0)), zero, use_acc=False, is_async=True
             )
             part1 = warpgroup_mma_wait(1, deps=(p1,))
-            acc += part1 * (s * w1.expand_dims(1))
+            acc += part1 * (s * w1)
             p3 = warpgroup_mma(
                 a.slice(3 * KW, KW, 1), x.slice(3 * KW, KW, 1).permute((1, 0)), zero, use_acc=False, is_async=True
             )
             part2 = warpgroup_mma_wait(1, deps=(p2,))
-            acc += part2 * (s * w2.expand_dims(1))
+            acc += part2 * (s * w2)
             part3 = warpgroup_mma_wait(0, deps=(p3,))
             mbarrier.arrive(empty.index(slot), count=1)
-            acc += part3 * (s * w3.expand_dims(1))
-        at = following
-        w0 = next0
+            acc += part3 * (s * w3)
         slot, phase = advance(slot, phase, ST)
     return acc, slot, phase

@@ -55,12 +55,13 @@ def _token(
     EP: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One token's part of its columns: find its routes' rows, quantise, store to every row."""
     position = part * (G * 128) + tl.arange(0, G * 128)
     column = stored_column(position)
     inside = position < H
-    q, scale = quantise(x + m.to(tl.int64) * H, column, H, G)
+    q, scale = quantise(x + m.to(tl.int64) * H, column, H, G, WHOLE)
     step = part * G + tl.arange(0, G)
     if HAS_SHARED:
         tl.store(xq + m.to(tl.int64) * H + column, q, mask=inside)
@@ -106,6 +107,7 @@ def prologue(
     H: tl.constexpr,
     G: tl.constexpr,
     PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
     EP: tl.constexpr,
     NT: tl.constexpr,
@@ -160,6 +162,7 @@ def prologue(
                 EP,
                 HAS_SHARED,
                 False,
+                WHOLE,
             )
 
 
@@ -256,6 +259,7 @@ def place_tokens(
     H: tl.constexpr,
     G: tl.constexpr,
     PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
     EP: tl.constexpr,
     ROUTES: tl.constexpr,
@@ -299,4 +303,5 @@ def place_tokens(
             EP,
             HAS_SHARED,
             True,
+            WHOLE,
         )

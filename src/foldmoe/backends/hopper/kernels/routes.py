@@ -97,15 +97,17 @@ def stored_column(position):
 
 
 @triton.jit
-def quantise(x, column, H, G: tl.constexpr):
+def quantise(x, column, H, G: tl.constexpr, WHOLE: tl.constexpr):
     """G groups of 128 columns of one token to E4M3 and power-of-two scales; amax floored at 1e-4, NaN kept.
 
-    ``column`` may be in any order within a group.
+    ``column`` may be in any order within a group. WHOLE: the groups are all of the token's and share one scale.
     """
     inside = column < H
     v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     v = tl.reshape(v, [G, 128])
     amax = tl.max(tl.where(v == v, tl.abs(v), 0.0), 1)
+    if WHOLE:
+        amax = tl.max(amax, 0) + tl.zeros([G], tl.float32)
     amax = tl.maximum(amax, 1e-4)
     bits = amax.to(tl.int32, bitcast=True)
     power = (bits >> 23) - 127 - 8 + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)

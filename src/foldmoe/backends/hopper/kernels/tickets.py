@@ -11,6 +11,16 @@ HEAD = gl.constexpr(16)
 """Words before the tile table in the control block (see ``workspace.py``)."""
 
 
+# Under programmatic dependent launch: wait for the prologue, let the combine be scheduled. No-ops otherwise.
+_AFTER_PROLOGUE = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;")
+
+
+@gluon.jit
+def after_prologue(run):
+    """Every warp calls it before it reads what the prologue writes."""
+    gl.inline_asm_elementwise(_AFTER_PROLOGUE, "=r,r", [run], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def advance(slot, phase, depth: gl.constexpr):
     slot += 1
@@ -20,13 +30,16 @@ def advance(slot, phase, depth: gl.constexpr):
 
 @gluon.jit
 def locate(ticket, head, control, capacity, C: gl.constexpr):
-    """Ticket to tile: (is shared, is up, expert, row block of 64 x WGS or 256 rows, first token row, rows, counter)."""
+    """Ticket to tile: (is shared, is up, expert, row block, first token row, rows, counter).
+
+    A row block is 256 rows; a shared down tile's 64 x WGS.
+    """
     routed_tiles, shared_tiles, shared_begin, shared_end = head
     UP: gl.constexpr = C.geometry.up4
-    DOWN: gl.constexpr = C.geometry.down4 * C.halves
+    DOWN: gl.constexpr = C.geometry.down4
     a = shared_tiles * C.geometry.up8
     b = a + routed_tiles * UP
-    c = b + shared_tiles * (C.geometry.down8 * C.halves)
+    c = b + shared_tiles * (C.geometry.down8 * C.units)
     shared = (ticket < a) | ((ticket >= b) & (ticket < c))
     up = ticket < b
     expert = 0
@@ -57,7 +70,7 @@ def locate(ticket, head, control, capacity, C: gl.constexpr):
 def ticket_count(head, C: gl.constexpr):
     routed_tiles, shared_tiles, _shared_begin, _shared_end = head
     g: gl.constexpr = C.geometry
-    return shared_tiles * (g.up8 + g.down8 * C.halves) + routed_tiles * (g.up4 + g.down4 * C.halves)
+    return shared_tiles * (g.up8 + g.down8 * C.units) + routed_tiles * (g.up4 + g.down4)
 
 
 @gluon.jit

@@ -36,7 +36,6 @@ from foldmoe.backends.triton.kernels.numbers import (
     quantize,
     weight,
 )
-from foldmoe.backends.triton.kernels.prepare import GROUPS, TOKEN
 
 
 @triton.jit
@@ -148,14 +147,11 @@ def _up_tile(
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     hidden = gate / (1.0 + tl.exp(-gate)) * up
     used = (n < width)[:, None]
-    if ROUND == GROUPS:
+    if ROUND:
         tl.static_assert(BN == 128, "a tile is one quantisation group")
         hidden = quantize(hidden, amax_of(tl.where(used, hidden, 0.0), 0))
     mask = used & live[None, :]
-    if ROUND == TOKEN:
-        tl.store(out + out_rows[None, :] + n[:, None], hidden, mask=mask)
-    else:
-        tl.store(out + out_rows[None, :] + position(n, OUT_PLANES, OUT_BK)[:, None], narrow(hidden), mask=mask)
+    tl.store(out + out_rows[None, :] + position(n, OUT_PLANES, OUT_BK)[:, None], narrow(hidden), mask=mask)
 
 
 @triton.jit
@@ -188,8 +184,7 @@ def up(
 ):
     """Gate and up projections. Grid: shared token tiles x ceil(s_width / BN) + capacity x ceil(r_width / BN).
 
-    x ``[tokens, x_stride]`` bf16; out: routed ``[routes, out_stride]``, shared ``[tokens, out_stride]``, bf16 (float32
-    and unrounded for one scale a token).
+    x ``[tokens, x_stride]`` bf16; out: routed ``[routes, out_stride]``, shared ``[tokens, out_stride]``, bf16.
     """
     pid = tl.program_id(0)
     if SHARED:

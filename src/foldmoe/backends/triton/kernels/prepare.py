@@ -78,11 +78,3 @@ def prepare(
                 x + row * hidden, (pid - route_programs) % blocks, hidden, first_out + row * out_stride,
                 second_out + row * out_stride, ROUND, FIRST, FIRST_BK, SECOND, SECOND_BK,
             )
-
-
-@triton.jit
-def round_rows(x, out, columns, x_stride, out_stride, ROUND: tl.constexpr, PLANES: tl.constexpr, BK: tl.constexpr):
-    """Hidden activations, float32, rounded for the down projection. Grid: rows x ceil(columns / COLUMNS)."""
-    row = tl.program_id(0).to(tl.int64)
-    to = out + row * out_stride
-    round_block(x + row * x_stride, tl.program_id(1), columns, to, to, ROUND, PLANES, BK, 0, 128)
