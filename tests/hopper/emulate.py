@@ -22,8 +22,12 @@ def e4m3(byte):
 
 def upcast(word, offset):
     """The kernel's ``_UPCAST``: a word of eight codes and an exponent offset to eight E4M3 bytes ``[..., 8]``."""
-    low = (offset * 0x08080800 + 0x14100800) & 0xFFFFFFFF
-    high = (offset * 0x08080808 + 0x24201C18) & 0xFFFFFFFF
+    return select(word, offset * 0x08080800 + 0x14100800, offset * 0x08080808 + 0x24201C18)
+
+
+def select(word, low, high):
+    """What its instructions make of a word and the two halves of the table of magnitudes."""
+    low, high = low & 0xFFFFFFFF, high & 0xFFFFFFFF
     table = torch.stack([low >> (8 * i) & 255 for i in range(4)] + [high >> (8 * i) & 255 for i in range(4)], -1)
     out = []
     for n in range(8):
@@ -59,10 +63,10 @@ def decode_units(packed, expert):
     return dense.view(blocks * 256, steps * 128) * references[:, None]
 
 
-def decode_fp8(packed):
-    """An FP8 matrix as the kernel multiplies it: unit rows times the scale of their 8 rows and column group."""
-    tiles = packed.values.double().view(packed.blocks, packed.steps, 4, 8, 8, 128)
-    scales = packed.scales.double().view(packed.blocks, packed.steps, 4, packed.groups, 8)
+def decode_fp8(packed, expert):
+    """One expert's FP8 matrix as the kernel multiplies it: rows times the scale of their 8 rows and column group."""
+    tiles = packed.values.double().view(-1, packed.blocks, packed.steps, 4, 8, 8, 128)[expert]
+    scales = packed.scales.double().view(-1, packed.blocks, packed.steps, 4, packed.groups, 8)[expert]
     wide = scales.permute(0, 1, 2, 4, 3).repeat_interleave(128 // packed.groups, -1)
     dense = tiles * wide[:, :, :, :, None, :]
     return dense.permute(0, 2, 3, 4, 1, 5).reshape(packed.blocks * 256, packed.steps * 128)

@@ -25,7 +25,9 @@ _convert = interpreter._convert_float
 
 
 def _convert_with_carry(data, source, target, rounding):
-    """The interpreter loses the carry where rounding to FP8 reaches the next power of two."""
+    """The interpreter loses the carry where rounding to FP8 reaches the next power of two, and cuts bf16 off."""
+    if source == tl.float32 and target == tl.bfloat16:
+        return torch.from_numpy(data.copy()).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
     if source == tl.float32 and target == tl.float8e4nv:
         wide = torch.from_numpy(data.copy()).clamp(-448, 448)
         return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
@@ -36,7 +38,7 @@ interpreter._patch_lang_tensor = _patch_with_index
 interpreter._convert_float = _convert_with_carry
 
 
-def check(m, k, experts, hidden, shared, valid, shared_rows, ids_dtype, x_dtype, seed, tensors, tile, whole):
+def check(m, k, experts, hidden, shared, valid, shared_rows, ids_dtype, x_dtype, seed, tensors, tile, whole, routed):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(m, hidden, generator=g).to(x_dtype)
     x[0, :128] = 0
@@ -46,7 +48,7 @@ def check(m, k, experts, hidden, shared, valid, shared_rows, ids_dtype, x_dtype,
     x[valid:] = float("nan")
     weights = torch.rand(m, k, generator=g)
     weights[ids < 0] = float("nan")
-    geometry = heuristics.Geometry(hidden, 1, 1, 1, 1, 1, 1, 1, float("inf"), float("inf"), whole)
+    geometry = heuristics.Geometry(hidden, 1, 1, 1, 1, 2, 2, 1, float("inf"), float("inf"), whole, routed)
     config = heuristics.build(geometry, tile, 8, 4)
     bound = torch.tensor([valid], dtype=torch.int32) if tensors else valid
     rows = torch.tensor(shared_rows, dtype=torch.int32) if tensors else shared_rows
@@ -76,9 +78,11 @@ def check(m, k, experts, hidden, shared, valid, shared_rows, ids_dtype, x_dtype,
     live = torch.arange(m)[:, None] < valid
     assert torch.equal(b.pos.view(-1)[: m * k].view(m, k).where(live, torch.tensor(-1)).long(), want.position)
     for row, token in enumerate(want.rows.tolist()):
-        if 0 <= token < valid:
+        if 0 <= token < valid and routed == "bf16":
+            assert torch.equal(b.xq[row], x[token].to(torch.bfloat16)), (row, token)
+        elif 0 <= token < valid:
             values = want.values[token].view(torch.uint8)
-            if row >= (m if shared else 0):
+            if row >= (m if shared else 0) and routed == "mxfp4":
                 values = values.view(-1, 128)[:, pack.column_order()].flatten()
             assert torch.equal(b.xq[row].view(torch.uint8), values), (row, token)
             assert torch.equal(b.xs[:, row], want.scales[token]), (row, token)
@@ -118,6 +122,7 @@ def main():
             seed % 4 > 1,
             (8, 16)[seed % 2],
             seed % 5 == 2,
+            ("mxfp4", "fp8", "bf16")[seed // 2 % 3],
         )
         cases += 1
     print(f"{cases} cases")

@@ -31,20 +31,24 @@ def compile_config(config):
     """The folded launch for ``config`` on sm_90."""
     from foldmoe.backends.hopper.kernels.folded import folded_moe
 
-    nt, nts, wgs = config.tokens, config.shared_tokens, config.warpgroups
+    nt, nts, wgs, step = config.tokens, config.shared_tokens, config.warpgroups, config.geometry.step
     byte = torch.zeros(4096, 256, dtype=torch.uint8)
-    fp8 = torch.zeros(4096, 256).to(torch.float8_e4m3fn)
+    rows = torch.zeros(4096, 256).to(config.geometry.dtype)
+    bits = 8 * rows.element_size()
     wide, word = torch.zeros(64, 1024), torch.zeros(16, dtype=torch.int32)
 
     def describe(t, box, swizzle, bits):
         return TensorDescriptor(t, list(t.shape), list(t.stride()), box, gl.NVMMASharedLayout(swizzle, bits, 2))
 
-    codes, offsets = describe(byte, [64, 256], 0, 8), describe(byte, [4, 256], 0, 8)
-    shared = describe(fp8[:, :128].contiguous(), [wgs * 64, 128], 128, 8)
+    offsets = describe(byte, [4, 256], 0, 8)
+    shared = describe(rows[:, :step].contiguous(), [(256 if config.geometry.whole else wgs * 64), step], 128, bits)
+    codes = shared if config.geometry.whole else describe(byte, [64, 256], 0, 8)
     scales = describe(torch.zeros(512, 8), [4 * max(config.geometry.scale_groups, 1), 8], 0, 32)
+    if config.geometry.whole:
+        offsets = describe(torch.zeros(512, 8), [4 * max(config.geometry.routed_groups, 1), 8], 0, 32)
     tokens = []
     for n in (nt, nts):
-        tokens += [describe(fp8, [n, 128], 128, 8), describe(wide, [1, max(n, 32)], 0, 32)] * 2
+        tokens += [describe(rows, [n, step], 128, bits), describe(wide, [1, max(n, 32)], 0, 32)] * 2
     with standing_in("cuda", "sm_90"):
         return folded_moe.warmup(
             codes,
@@ -59,7 +63,7 @@ def compile_config(config):
             wide,
             wide,
             wide,
-            fp8,
+            rows,
             wide,
             wide,
             word,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from foldmoe.backends.hopper import pack
 from foldmoe.formats import fp8
 
 
@@ -40,6 +41,29 @@ def sort_routes(x, ids, experts, shared, valid, shared_rows, tile, whole):
     begin = max(0, min(shared_rows[0], valid)) if shared else 0
     end = max(begin, min(shared_rows[1], valid)) if shared else 0
     return Sorted(torch.tensor(rows), position.view(m, k), tiles, (begin, end), values, scales)
+
+
+def fill(b, found, x, permuted, shared_tile):
+    """What the prologue should have left in the workspace's buffers ``b``; NaN in the gaps.
+
+    Args:
+        permuted: routed rows in the order of ``pack.column_order``.
+        shared_tile: rows of a shared token tile; 0 without a shared expert.
+    """
+    quantised = b.xq.dtype is not torch.bfloat16
+    for row, token in enumerate(found.rows.tolist()):
+        if token >= 0:
+            values = found.values[token] if quantised else x[token].to(b.xq.dtype)
+            if permuted and not (shared_tile and row < found.position.shape[0]):
+                values = values.view(torch.uint8).view(-1, 128)[:, pack.column_order()].flatten().view(values.dtype)
+            b.xq[row] = values
+            b.xs[:, row] = found.scales[token]
+    begin, end = found.shared
+    tiles = len(found.tiles)
+    b.control.zero_()
+    b.control[:4] = torch.tensor((tiles, -(-(end - begin) // shared_tile) if shared_tile else 0, begin, end))
+    table = torch.tensor(found.tiles, dtype=torch.int32).view(tiles, 5).T
+    b.control[16 : 16 + 5 * b.capacity].view(5, b.capacity)[:, :tiles] = table
 
 
 def combine(d, position, weights, shared_weights, routed_scale, shared, begin, end, valid):

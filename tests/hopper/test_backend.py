@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,14 +25,41 @@ def weights(count, hidden, width, quantize):
     return ExpertWeights(quantize(up), quantize(down))
 
 
+def quantizer(stored, e8m0_scales=None):
+    if stored is Format.MXFP4:
+        return mxfp4.quantize
+    if stored is Format.BF16:
+        return lambda w: QuantizedTensor(w.to(torch.bfloat16), format=stored)
+    return lambda w: fp8.quantize_block(w, stored, e8m0_scales=e8m0_scales)
+
+
 @pytest.mark.parametrize("shared_format", [Format.FP8_128x128, Format.FP8_32x32, None])
+@pytest.mark.parametrize(
+    ("routed_format", "e8m0_scales", "width"),
+    [
+        (Format.MXFP4, None, 192),
+        (Format.FP8_128x128, False, 128),
+        (Format.FP8_128x128, True, 384),
+        (Format.FP8_32x32, True, 192),
+        (Format.FP8_32x32, False, 320),
+        (Format.BF16, None, 192),
+    ],
+)
 @pytest.mark.parametrize("consume", [False, True])
-def test_unpack_gives_the_stored_tensors_back(shared_format, consume):
-    routed = weights(3, 256, 192, mxfp4.quantize)
-    shared = weights(1, 256, 128, lambda w: fp8.quantize_block(w, shared_format)) if shared_format else None
+def test_unpack_gives_the_stored_tensors_back(routed_format, e8m0_scales, width, shared_format, consume):
+    activations = "bf16" if routed_format is Format.BF16 else "fp8"
+    if activations == "bf16" and shared_format:
+        shared_format = Format.BF16
+    routed = weights(3, 256, width, quantizer(routed_format, e8m0_scales))
+    shared = weights(1, 256, 128, quantizer(shared_format)) if shared_format else None
     stored = [t.clone() for w in (routed, shared) if w for q in (w.gate_up, w.down) for t in q.tensors().values()]
     layer = HopperBackend().pack(
-        routed, shared, activation=Activation(7.0), shared_activation=Activation(), activations="fp8", consume=consume
+        routed,
+        shared,
+        activation=Activation(7.0),
+        shared_activation=Activation(),
+        activations=activations,
+        consume=consume,
     )
     back = [w for w in layer.unpack() if w]
     found = [t for w in back for q in (w.gate_up, w.down) for t in q.tensors().values()]
@@ -39,18 +67,47 @@ def test_unpack_gives_the_stored_tensors_back(shared_format, consume):
     for a, b in zip(found, stored, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-    spec = LayerSpec("l", 256, 2, ExpertSpec.of(routed), ExpertSpec.of(shared) if shared else None, activations="fp8")
+    spec = LayerSpec(
+        "l", 256, 2, ExpertSpec.of(routed), ExpertSpec.of(shared) if shared else None, activations=activations
+    )
     assert HopperBackend().packed_nbytes(spec) == layer.nbytes
-    assert HopperBackend().supports(spec, "fp8") == ()
+    assert HopperBackend().supports(spec, activations) == ()
+    spec = replace(spec, activation=Activation(7.0))
+    outlined = HopperBackend().outline(spec, activations, resolve("h200")).weights
+    assert outlined.geometry == layer.weights.geometry
+    for role in ("up", "down", "shared_up", "shared_down"):
+        part, planned = getattr(layer.weights, role), getattr(outlined, role)
+        if part is not None:
+            assert planned.factors.shape == part.factors.shape
+            assert planned.shape == part.shape
+            if routed_format is not Format.MXFP4:
+                assert planned.values.shape == part.values.shape
 
 
 def test_reasons_name_what_is_wrong():
-    routed = ExpertSpec(8, 40, Format.MXFP8)
+    routed = ExpertSpec(8, 40, Format.NVFP4)
     shared = ExpertSpec(1, 64, Format.MXFP8)
     found = HopperBackend().supports(LayerSpec("l", 192, 2, routed, shared), "bf16")
     text = "; ".join(found)
-    for part in ("activations bf16", "mxfp8", "192", "40", "1x32"):
+    for part in ("activations bf16", "nvfp4", "192", "40", "1x32"):
         assert part in text, text
+
+
+def test_scale_blocks_of_routed_fp8_are_checked():
+    found = HopperBackend().supports(LayerSpec("l", 256, 2, ExpertSpec(8, 64, Format.MXFP8)), "fp8")
+    assert found == ("routed scale blocks of 1x32; rows must be a multiple of 8, columns of 32",)
+    regridded = ExpertSpec(8, 192, Format.FP8_128x128, block=(64, 64))
+    assert HopperBackend().supports(LayerSpec("l", 256, 2, regridded), "fp8") == ()
+
+
+def test_a_scale_out_of_range_is_refused_before_anything_is_written_over():
+    routed = weights(2, 256, 128, quantizer(Format.FP8_128x128, False))
+    routed.down.scales[1, 1, 0] = 2.0**-120
+    kept = [t.clone() for q in (routed.gate_up, routed.down) for t in q.tensors().values()]
+    with pytest.raises(Unsupported, match="routed down: a scale lies outside"):
+        pack(routed, None, consume=True)
+    left = [t for q in (routed.gate_up, routed.down) for t in q.tensors().values()]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(left, kept, strict=True))
 
 
 def test_span_is_refused_with_the_count_before_anything_is_written_over():
@@ -80,10 +137,24 @@ def test_chosen_on_a_hopper():
     plan = plan_layer(spec, device="b200")
     assert plan.backend == "triton"
     assert "hopper: needs a Hopper GPU (sm_90), found sm_100" in plan.reasons
-    other = LayerSpec("l", 256, 2, ExpertSpec(8, 192, Format.BF16), None)
-    plan = plan_layer(other, device="h200")
+    v3 = LayerSpec("l", 7168, 8, ExpertSpec(256, 2048, Format.FP8_128x128), ExpertSpec(1, 2048, Format.FP8_128x128))
+    v3 = replace(v3, activations="fp8")
+    assert plan_layer(v3, device="h200").backend == "hopper"
+    plan = plan_layer(replace(v3, shared=ExpertSpec(1, 2048, Format.BF16)), device="h200")
     assert plan.backend == "triton"
-    assert any(reason.startswith("hopper: routed experts in bf16") for reason in plan.reasons)
+    assert "hopper: shared expert in bf16; the launch folds block FP8" in plan.reasons
+    other = LayerSpec("l", 256, 2, ExpertSpec(8, 192, Format.NVFP4), None)
+    plan = plan_layer(other, device="h200")
+    assert plan.backend != "hopper"
+    assert any(reason.startswith("hopper: routed experts in nvfp4") for reason in plan.reasons)
+    glm = LayerSpec("l", 4096, 8, ExpertSpec(128, 1408, Format.BF16), ExpertSpec(1, 1408, Format.BF16))
+    assert plan_layer(glm, device="h200").backend == "hopper"
+    for wrong, reason in (
+        (replace(glm, shared=ExpertSpec(1, 1408, Format.FP8_128x128)), "shared expert in fp8_128x128 beside bf16"),
+        (replace(glm, routed=ExpertSpec(128, 1408, Format.BF16, float_bytes=4)), "routed experts in floats of 4 bytes"),
+        (replace(glm, activations="fp8"), "activations fp8: the launch multiplies bf16 weights by bf16"),
+    ):
+        assert any(reason in found for found in HopperBackend().supports(wrong, wrong.activations)), reason
     assert HopperBackend().unavailable(resolve("cpu")) == "needs a Hopper GPU (sm_90), found cpu"
 
 

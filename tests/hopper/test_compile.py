@@ -1,5 +1,6 @@
 """Every config that the heuristics choose compiles for sm_90, its K loops free of spills, its products overlapped."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -12,6 +13,10 @@ from tests.hopper import offline
 FLASH = heuristics.Geometry(4096, 16, 16, 16, 16, 16, 16, 1, 10.0, 10.0)
 V41 = heuristics.Geometry(5120, 18, 20, 18, 20, 18, 18, 4, 10.0, 10.0)
 ALONE = heuristics.Geometry(512, 3, 2, 0, 0, 3, 0, 0, inf, inf)
+V3 = heuristics.Geometry(7168, 16, 28, 16, 28, 16, 16, 1, inf, inf, routed="fp8", routed_groups=1)
+FINE = heuristics.Geometry(5120, 18, 20, 18, 20, 18, 18, 4, inf, inf, routed="fp8", routed_groups=4)
+BF16 = heuristics.Geometry(4096, 11, 16, 11, 16, 22, 22, 0, inf, inf, routed="bf16")
+FP8_ALONE = heuristics.Geometry(512, 3, 2, 0, 0, 3, 0, 0, inf, inf, routed="fp8", routed_groups=1)
 
 SPILLED = {(8, 16): 64, (8, 32): 24, (16, 8): 96, (16, 16): 48, (16, 32): 24, (128, 64): 116, (128, 128): 44}
 """Bytes a thread spills outside its K loops, once a tile, as measured with Triton 3.6; others none. A known cost."""
@@ -28,20 +33,38 @@ def every(geometry):
     return list(found.values())
 
 
+SPILLED_FP8 = {(128, 128): 116}
+"""The same where routed experts are FP8 or bf16."""
+
+
 def check(config):
     found = offline.report(offline.compile_config(config))
+    g = config.geometry
     assert found.shared <= 232448
     assert not found.warnings, "ptxas serialised wgmma or ignored setmaxnreg"
     assert found.loop_spills == 0, found
+    if g.quantised:
+        assert found.waits * 4 == found.products or 4 in (g.scale_groups, g.routed_groups), found
+    else:
+        assert found.waits * 4 * config.units == found.products, found  # a unit's step is four products
+    if g.routed != "mxfp4":
+        assert found.loops == config.warpgroups * (1 + bool(config.tail) + config.two_loops), found
+        assert found.spilled <= SPILLED_FP8.get((config.tokens, config.shared_tokens), 0), found
+        return
     assert found.loops >= 2 * config.warpgroups
-    assert found.waits * 4 == found.products or config.geometry.scale_groups == 4, found
     assert found.spilled <= SPILLED.get((config.tokens, config.shared_tokens), 0), found
 
 
 @pytest.mark.parametrize(
     ("geometry", "size"),
-    [(FLASH, (8, 8, 4)), pytest.param(ALONE, (32, 32, 2), marks=pytest.mark.slow)],
-    ids=["flash", "routed alone"],
+    [
+        (FLASH, (8, 8, 4)),
+        (V3, (8, 8, 4)),
+        (BF16, (8, 8, 4)),
+        pytest.param(ALONE, (32, 32, 2), marks=pytest.mark.slow),
+        pytest.param(FP8_ALONE, (16, 8, 4), marks=pytest.mark.slow),
+    ],
+    ids=["flash", "v3", "bf16", "routed alone", "fp8 alone"],
 )
 def test_compiles(geometry, size):
     check(heuristics.build(geometry, *size))
@@ -58,14 +81,16 @@ def test_products_of_one_step_stay_loops():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "config",
-    [*every(FLASH), *every(V41)],
-    ids=lambda c: f"{c.geometry.hidden}-{c.tokens}-{c.shared_tokens}-{c.warpgroups}",
+    [*every(FLASH), *every(V41), *every(V3), *every(FINE), *every(BF16)],
+    ids=lambda c: f"{c.geometry.routed}-{c.geometry.hidden}-{c.tokens}-{c.shared_tokens}-{c.warpgroups}",
 )
 def test_every_choice_compiles(config):
     check(config)
 
 
-@pytest.mark.parametrize("geometry", [FLASH, V41, ALONE], ids=["flash", "v4.1", "routed alone"])
+@pytest.mark.parametrize(
+    "geometry", [FLASH, V41, ALONE, V3, FINE, BF16], ids=["flash", "v4.1", "routed alone", "v3", "fine fp8", "bf16"]
+)
 def test_ring_fits(geometry):
     for config in every(geometry):
         assert config.stages >= 4, config
@@ -73,3 +98,11 @@ def test_ring_fits(geometry):
 
 def test_tiles_with_four_scales_a_step_are_narrow():
     assert max(config.shared_tokens for config in every(V41)) == 64
+    assert max(config.tokens for config in every(FINE)) == 64
+
+
+def test_fp8_sets_share_a_loop_where_tiles_allow():
+    assert all(c.one_loop == (c.tokens == c.shared_tokens) for c in every(V3))
+    assert all(c.one_loop for c in every(V3) if c.tokens >= 64)
+    assert any(c.one_loop for c in every(V3) if c.tokens == 8)
+    assert not any(c.one_loop for c in every(replace(V3, limit8=10.0)))

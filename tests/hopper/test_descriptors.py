@@ -1,52 +1,50 @@
 """What TMA asks of its descriptors, for every kind of shape: it reports a breach only by an illegal instruction."""
 
-from math import inf
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="NOT CHECKED: TMA descriptors need triton (pip install foldmoe[gpu])")
-from foldmoe.backends.hopper import batch, descriptors, heuristics, pack, pack_shared, workspace
+from foldmoe.backends.hopper import batch, descriptors, heuristics, pack, pack_bf16, pack_fp8, workspace
+from foldmoe.backends.hopper.packing import geometry
+from foldmoe.moe import Activation
 
 SIZES = [(8, 8, 4), (8, 32, 4), (16, 32, 4), (32, 32, 2), (64, 128, 2), (128, 128, 2)]
 
 
-def weights(hidden, width, shared_width, block):
-    packed = []
-    for rows, columns, up in ((2 * width, hidden, True), (hidden, width, False)):
-        codes = torch.zeros(2, rows, columns // 2, dtype=torch.uint8)
-        packed.append(pack.pack_mxfp4(codes, torch.full((2, rows, columns // 32), 120, dtype=torch.uint8), up))
-    shared = [None, None]
-    if shared_width:
-        for i, (rows, columns) in enumerate(((2 * shared_width, hidden), (hidden, shared_width))):
-            values = torch.zeros(rows, columns).to(torch.float8_e4m3fn)
-            scales = torch.ones(-(-rows // block), -(-columns // block))
-            shared[i] = pack_shared.pack_fp8_block(values, scales, i == 0, block=(block, block))
-    geometry = heuristics.Geometry(
-        hidden,
-        packed[0].blocks,
-        packed[1].blocks,
-        shared[0].blocks if shared_width else 0,
-        shared[1].blocks if shared_width else 0,
-        packed[1].steps,
-        shared[1].steps if shared_width else 0,
-        (1 if block == 128 else 4) if shared_width else 0,
-        inf,
-        inf,
-    )
-    return batch.Weights(packed[0], packed[1], shared[0], shared[1], geometry, torch.zeros(1, dtype=torch.int64))
+def weights(hidden, width, shared_width, block, routed):
+    def fp8(experts, rows, columns, up):
+        values = torch.zeros(experts, rows, columns).to(torch.float8_e4m3fn)
+        scales = torch.ones(experts, -(-rows // block), -(-columns // block))
+        return pack_fp8.pack_fp8_block(values, scales, up, block=(block, block))
+
+    def mxfp4(experts, rows, columns, up):
+        codes = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8)
+        return pack.pack_mxfp4(codes, torch.full((experts, rows, columns // 32), 120, dtype=torch.uint8), up)
+
+    def bf16(experts, rows, columns, up):
+        return pack_bf16.pack_bf16(torch.zeros(experts, rows, columns, dtype=torch.bfloat16), up)
+
+    def both(kind, experts, width):
+        return kind(experts, 2 * width, hidden, True), kind(experts, hidden, width, False)
+
+    packed = both({"mxfp4": mxfp4, "fp8": fp8, "bf16": bf16}[routed], 2, width)
+    shared = both(bf16 if routed == "bf16" else fp8, 1, shared_width) if shared_width else (None, None)
+    sizes = geometry(*packed, *shared, Activation(), Activation(), "bf16" if routed == "bf16" else "fp8")
+    assert sizes.routed == routed
+    return batch.Weights(*packed, *shared, sizes, torch.zeros(1, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("routed", ["mxfp4", "fp8", "bf16"])
 @pytest.mark.parametrize(
-    ("width", "shared_width", "block"), [(320, 192, 64), (96, 0, 128), (64, 576, 32), (384, 128, 128)]
+    ("width", "shared_width", "block"), [(320, 192, 64), (96, 0, 32), (64, 576, 32), (384, 128, 128)]
 )
 @pytest.mark.parametrize("hidden", [128, 384, 512])
-def test_descriptors(hidden, width, shared_width, block):
-    layer = weights(hidden, width, shared_width, block)
+def test_descriptors(hidden, width, shared_width, block, routed):
+    layer = weights(hidden, width, shared_width, block, routed)
     g = layer.geometry
     for tokens, top_k in ((1, 1), (7, 3), (130, 2)):
         rows = workspace.sorted_rows(tokens, top_k, layer.experts, bool(shared_width))
-        b = workspace.allocate(tokens, top_k, layer.experts, bool(shared_width), hidden, g.h_stride, "cpu")
+        b = workspace.allocate(tokens, top_k, layer.experts, bool(shared_width), hidden, g.h_stride, "cpu", g.dtype)
         assert b.row_capacity % 4 == 0
         assert b.row_capacity >= rows
         for size in SIZES:

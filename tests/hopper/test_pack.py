@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foldmoe.backends.hopper import pack, pack_shared
+from foldmoe.backends.hopper import pack, pack_bf16, pack_fp8
 from tests.hopper import emulate
 
 SHAPES = [
@@ -85,32 +85,75 @@ def test_threads_decode_exactly(experts, rows, columns, interleave):
         assert torch.equal(decoded, want)
 
 
+def fp8_stack(experts, rows, columns, block):
+    g = torch.Generator().manual_seed(2)
+    values = torch.randn(experts, rows, columns, generator=g).to(torch.float8_e4m3fn)
+    return values, torch.rand(experts, -(-rows // block[0]), -(-columns // block[1]), generator=g) + 0.1
+
+
 @pytest.mark.parametrize("block", [(128, 128), (32, 32), (64, 64), (64, 32), (128, 32), (32, 128)])
 @pytest.mark.parametrize("interleave", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), [(256, 128), (512, 384), (384, 320)])
-def test_fp8_round_trip(block, interleave, rows, columns):
-    g = torch.Generator().manual_seed(2)
+@pytest.mark.parametrize(
+    ("experts", "rows", "columns", "consume"),
+    [(1, 256, 128, False), (3, 512, 384, True), (2, 384, 320, False), (2, 384, 320, True)],
+)
+def test_fp8_round_trip(block, interleave, experts, rows, columns, consume):
     if interleave and rows // 2 % block[0]:
         pytest.skip("the gate/up boundary would cut a scale block")
-    values = torch.randn(rows, columns, generator=g).to(torch.float8_e4m3fn)
-    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1]), generator=g) + 0.1
-    packed = pack_shared.pack_fp8_block(values, scales, interleave, block=block)
-    back = pack_shared.unpack_fp8_block(packed)
+    values, scales = fp8_stack(experts, rows, columns, block)
+    packed = pack_fp8.pack_fp8_block(values.clone(), scales.clone(), interleave, block=block, consume=consume)
+    back = pack_fp8.unpack_fp8_block(packed)
     assert torch.equal(back[0].view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(back[1], scales)
-    dense = (
-        values.double()
-        * scales.double().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    )
+    wide = scales.double().repeat_interleave(block[0], 1)[:, :rows].repeat_interleave(block[1], 2)[:, :, :columns]
+    dense = values.double() * wide
     order = pack.row_order(rows, interleave)
-    want = torch.zeros(packed.blocks * 256, packed.steps * 128, dtype=torch.float64)
-    want[order < rows, :columns] = dense[order[order < rows]]
-    assert torch.equal(emulate.decode_fp8(packed), want)
+    for e in range(experts):
+        want = torch.zeros(packed.blocks * 256, packed.steps * 128, dtype=torch.float64)
+        want[order < rows, :columns] = dense[e][order[order < rows]]
+        assert torch.equal(emulate.decode_fp8(packed, e), want)
+
+
+def test_consume_packs_fp8_in_place_where_sizes_allow():
+    values, scales = fp8_stack(2, 512, 256, (128, 128))
+    packed = pack_fp8.pack_fp8_block(values, scales, True, block=(128, 128), consume=True)
+    assert packed.values.data_ptr() == values.data_ptr()
+    assert packed.nbytes == values.nbytes + packed.scales.nbytes + scales.nbytes
+    for given in (fp8_stack(2, 384, 256, (64, 64))[0], torch.empty(512 * 256 + 1, dtype=torch.float8_e4m3fn)[1:]):
+        given = given.view(-1, given.shape[-2] if given.ndim > 1 else 512, 256)
+        scales = torch.ones(given.shape[0], given.shape[1] // 64, 4)
+        packed = pack_fp8.pack_fp8_block(given, scales, True, block=(64, 64), consume=True)
+        assert packed.values.data_ptr() != given.data_ptr()
+        assert packed.values.data_ptr() % 16 == 0
 
 
 def test_fp8_refuses():
-    values = torch.zeros(256, 128).to(torch.float8_e4m3fn)
+    values = torch.zeros(1, 256, 128).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="1x32"):
-        pack_shared.pack_fp8_block(values, torch.ones(256, 4), False, block=(1, 32))
+        pack_fp8.pack_fp8_block(values, torch.ones(1, 256, 4), False, block=(1, 32))
     with pytest.raises(ValueError, match="scale lies outside"):
-        pack_shared.pack_fp8_block(values, torch.full((2, 1), 2.0**-126), False, block=(128, 128))
+        pack_fp8.pack_fp8_block(values, torch.full((1, 2, 1), 2.0**-126), False, block=(128, 128))
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "rows", "columns", "consume"), [(1, 256, 128, False), (3, 512, 384, True), (2, 384, 96, True)]
+)
+def test_bf16_round_trip(interleave, experts, rows, columns, consume):
+    values = torch.randn(experts, rows, columns, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    given = values.clone()
+    packed = pack_bf16.pack_bf16(given, interleave, consume=consume)
+    assert torch.equal(pack_bf16.unpack_bf16(packed), values)
+    exact = rows % 256 == 0 and columns % 128 == 0
+    assert (packed.values.data_ptr() == given.data_ptr()) == (consume and exact)
+    order = pack.row_order(rows, interleave)
+    units = packed.values.view(experts, packed.blocks, packed.steps, 256, 64).transpose(2, 3).flatten(3).flatten(1, 2)
+    for e in range(experts):
+        want = torch.zeros(packed.blocks * 256, packed.steps * 64, dtype=torch.bfloat16)
+        want[order < rows, :columns] = values[e][order[order < rows]]
+        assert torch.equal(units[e], want)
+
+
+def test_other_floats_are_no_bf16():
+    with pytest.raises(ValueError, match="w2: values in float16; the launch multiplies bfloat16"):
+        pack_bf16.pack_bf16(torch.zeros(1, 256, 128, dtype=torch.float16), False, name="w2")

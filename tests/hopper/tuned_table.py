@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from foldmoe.backends.hopper.pack_fp8 import PackedFp8
 from foldmoe.backends.hopper.tuned import Entry
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def merge(
         gpu=layer.gpu.removeprefix("NVIDIA "),
         hidden=layer.geometry.hidden,
         routed_width=layer.down.shape[2],
-        shared_width=shared.shape[1] if shared else 0,
-        scale_columns=shared.block[1] if shared else 0,
+        shared_width=shared.shape[2] if shared else 0,
+        scale_columns=shared.block[1] if isinstance(shared, PackedFp8) else 0,
         experts=layer.experts,
         routes_per_expert=routes,
         tokens=best.tokens,
@@ -41,6 +42,8 @@ def merge(
         warpgroups=best.warpgroups,
         microseconds=round(times[best], 1),
         heuristic_microseconds=round(times[usual], 1),
+        routed=layer.geometry.routed,
+        routed_scale_columns=layer.down.block[1] if isinstance(layer.down, PackedFp8) else 0,
     )
     others = [other for other in table if _point(other) != _point(entry)]
     return [*others, entry] if times[best] < MARGIN * times[usual] else others
@@ -59,5 +62,7 @@ def _point(entry: Entry) -> tuple[object, ...]:
         entry.shared_width,
         entry.scale_columns,
         entry.experts,
-        (entry.routes_per_expert),
+        entry.routes_per_expert,
+        entry.routed,
+        entry.routed_scale_columns,
     )

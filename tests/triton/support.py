@@ -43,12 +43,18 @@ PAIRS: dict[str, tuple[Stored, Stored]] = {
     "mxfp8-bf16": (MXFP8, BF16),
 }
 
+HOPPER_PAIRS: dict[str, tuple[Stored, Stored]] = PAIRS | {
+    "fp8-fp8_32": (FP8, FP8_32),
+    "fp8_32-fp8": (FP8_32, FP8),
+    "fp8_32-fp8_32": (FP8_32, FP8_32),
+}
+
 
 def weights(
     pair: str, experts: int, width: int, shared_width: int, hidden: int, device: str = "cpu"
 ) -> tuple[ExpertWeights, ExpertWeights]:
     """Routed and shared experts of a named pair of formats, quantised where they will run."""
-    routed, shared = PAIRS[pair]
+    routed, shared = HOPPER_PAIRS[pair]
     return _experts(routed, experts, width, hidden, 0, device), _experts(shared, 1, shared_width, hidden, 1, device)
 
 

@@ -21,18 +21,30 @@ class Shape:
 
 
 def _spec(
-    hidden: int, experts: int, width: int, routed: Format, shared: Format, limit: float | None = None, top_k: int = 6
+    hidden: int,
+    experts: int,
+    width: int,
+    routed: Format,
+    shared: Format,
+    limit: float | None = None,
+    top_k: int = 6,
+    e8m0_scales: bool = True,
 ) -> LayerSpec:
     return LayerSpec(
         "bench",
         hidden,
         top_k,
-        ExpertSpec(experts, width, routed),
-        ExpertSpec(1, width, shared, e8m0_scales=shared.fp8),
+        ExpertSpec(experts, width, routed, e8m0_scales=routed.fp8 and e8m0_scales),
+        ExpertSpec(1, width, shared, e8m0_scales=shared.fp8 and e8m0_scales),
         Activation(limit),
         Activation(limit),
         activations="bf16" if routed is Format.BF16 else "fp8",
     )
+
+
+def _fp8(hidden: int, experts: int, width: int) -> LayerSpec:
+    """Block FP8 throughout, with float32 scales, top-8."""
+    return _spec(hidden, experts, width, Format.FP8_128x128, Format.FP8_128x128, top_k=8, e8m0_scales=False)
 
 
 SHAPES = {
@@ -40,9 +52,15 @@ SHAPES = {
     "B": Shape("one EP8 rank of DeepSeek-V4-Flash", _spec(4096, 32, 2048, Format.MXFP4, Format.FP8_128x128, 10.0)),
     "C": Shape("one EP8 rank of DeepSeek-V4.1-Flash", _spec(5120, 48, 2304, Format.MXFP4, Format.FP8_32x32, 10.0)),
     "D": Shape("one EP8 rank of DeepSeek-V4-Pro", _spec(7168, 48, 3072, Format.MXFP4, Format.FP8_128x128, 10.0)),
+    "V3": Shape("DeepSeek-V3, all experts", _fp8(7168, 256, 2048)),
+    "GLM": Shape("GLM-4.5-Air in block FP8, all experts", _fp8(4096, 128, 1408)),
+    "GLM-bf16": Shape("GLM-4.5-Air, all experts", _spec(4096, 128, 1408, Format.BF16, Format.BF16, top_k=8)),
     "cpu": Shape("bf16 layer of a size for CPUs", _spec(1024, 64, 512, Format.BF16, Format.BF16)),
     "cpu-v4": Shape("the same layer as DeepSeek-V4 stores it", _spec(1024, 64, 512, Format.MXFP4, Format.FP8_128x128)),
 }
+
+WHOLE = ("A", "V3", "GLM", "GLM-bf16")
+"""Shapes with all experts of a model; the others are one rank's part."""
 
 
 def random_weights(spec: ExpertSpec, hidden: int, generator: torch.Generator) -> ExpertWeights:

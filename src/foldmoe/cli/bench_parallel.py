@@ -10,7 +10,7 @@ from rich.console import Console
 
 from foldmoe.bench.parallel import launch
 from foldmoe.bench.parallel.result import TRANSPORTS, ParallelRequest
-from foldmoe.bench.shapes import SHAPES
+from foldmoe.bench.shapes import SHAPES, WHOLE
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
 from foldmoe.report.parallel_table import parallel_table
@@ -19,7 +19,9 @@ _WIDTH = 170
 
 
 def parallel(
-    shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}; all but A are one rank's part.")] = "cpu-v4",
+    shape: Annotated[
+        str, typer.Option(help=f"One of {', '.join(SHAPES)}; all but {', '.join(WHOLE)} are one rank's part.")
+    ] = "cpu-v4",
     tokens: Annotated[str, typer.Option(help="Comma-separated tokens on every rank.")] = "1,8,32",
     transports: Annotated[str, typer.Option(help=f"{', '.join(TRANSPORTS)}.")] = ",".join(TRANSPORTS),
     arms: Annotated[str, typer.Option(help="folded, dual-stream.")] = "folded,dual-stream",

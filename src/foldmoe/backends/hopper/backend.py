@@ -28,7 +28,7 @@ def _missing() -> str | None:
 
 
 class HopperBackend(Backend):
-    """MXFP4 routed experts and a block-FP8 shared expert, as stored, in one persistent launch on sm_90."""
+    """MXFP4 or block-FP8 experts with a block-FP8 shared one, bf16 with bf16: one persistent launch on sm_90."""
 
     name: ClassVar[str] = "hopper"
     deterministic: ClassVar[bool] = True
@@ -49,7 +49,8 @@ class HopperBackend(Backend):
         from foldmoe.backends.hopper.layer import HopperLayer
         from foldmoe.backends.hopper.outline import outline
 
-        return HopperLayer(outline(spec, activations, device.name), {}, spec.shared.format if spec.shared else None)
+        shared = spec.shared.format if spec.shared else None
+        return HopperLayer(outline(spec, activations, device.name), {}, spec.routed.format, shared)
 
     def tiles(self, spec: LayerSpec, device: Device) -> str:
         return tuned.describe(spec, device.name)
@@ -77,4 +78,4 @@ class HopperBackend(Backend):
         stored = {"up": routed.gate_up, "down": routed.down}
         dtypes = {role: tensor.values.dtype for role, tensor in stored.items()}
         dtypes |= {f"{role}_scales": t.scales.dtype for role, t in stored.items() if t.scales is not None}
-        return HopperLayer(weights, dtypes, shared.format if shared else None)
+        return HopperLayer(weights, dtypes, routed.format, shared.format if shared else None)

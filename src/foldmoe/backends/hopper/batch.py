@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from foldmoe.backends.base import Call
     from foldmoe.backends.hopper.heuristics import Geometry
     from foldmoe.backends.hopper.pack import PackedRouted
-    from foldmoe.backends.hopper.pack_shared import PackedShared
+    from foldmoe.backends.hopper.pack_bf16 import PackedBf16
+    from foldmoe.backends.hopper.pack_fp8 import PackedFp8
 
 ROUTED, SHARED, BOTH = 1, 2, 3
 """Sections of the tile list that a launch runs."""
@@ -30,10 +31,10 @@ class Weights:
         gpu: name of the GPU that runs them, for the table of measured tiles.
     """
 
-    up: PackedRouted
-    down: PackedRouted
-    shared_up: PackedShared | None
-    shared_down: PackedShared | None
+    up: PackedRouted | PackedFp8 | PackedBf16
+    down: PackedRouted | PackedFp8 | PackedBf16
+    shared_up: PackedFp8 | PackedBf16 | None
+    shared_down: PackedFp8 | PackedBf16 | None
     geometry: Geometry
     strays: Tensor
     descriptors: dict[int, tuple[Any, ...]] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Weights:
 
     @property
     def device(self) -> torch.device:
-        return self.up.codes.device
+        return self.strays.device
 
     @property
     def nbytes(self) -> int:

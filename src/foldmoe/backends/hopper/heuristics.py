@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 _SHARED_MEMORY = 232448 - 2048
 """Bytes a CTA may take on Hopper, less what the compiler adds for its own exchanges."""
 
@@ -14,12 +16,12 @@ ROUTE_BLOCK = 512
 """Routes that a block of a larger batch's prologue counts, less what would cut a token's routes."""
 
 _WIDEST_FINE = 64
-"""Columns of a shared tile with four scales a K step; 128 would spill 2.9 kB a thread, inside the K loop."""
+"""Columns of an FP8 tile with four scales a K step; 128 would spill 2.9 kB a thread, inside the K loop."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layer as the kernel sees it: blocks of 256 packed rows and steps of 128 columns.
+    """The layer as the kernel sees it: blocks of 256 packed rows and steps of 128 columns (64 of bf16).
 
     Args:
         hidden: H.
@@ -29,6 +31,11 @@ class Geometry:
         scale_groups: shared-expert scales a K step and row: 1 (128 columns) or 4 (32 columns); 0 without one.
         limit4, limit8: activation limits; infinite for none.
         token_scales: x has one scale a token: routed up projections are summed over all of K in the tensor core.
+        routed: how routed weights are stored: "mxfp4", "fp8" or "bf16"; the shared expert's are bf16 beside bf16, else
+            FP8.
+        routed_groups: scales a K step and row of routed FP8 weights, as ``scale_groups``; 0 for others.
+
+    Names that end in 4 are the routed experts', those in 8 the shared expert's, whatever their formats.
     """
 
     hidden: int
@@ -42,16 +49,43 @@ class Geometry:
     limit4: float
     limit8: float
     token_scales: bool = False
+    routed: str = "mxfp4"
+    routed_groups: int = 0
 
     @property
     def k_up(self) -> int:
         """K steps of both up projections."""
-        return self.hidden // 128
+        return self.hidden // self.step
+
+    @property
+    def step(self) -> int:
+        """Columns of a K step: 128 bytes of tokens."""
+        return 64 if self.routed == "bf16" else 128
+
+    @property
+    def quantised(self) -> bool:
+        """Whether tokens and hidden vectors are E4M3 with scales; bf16 otherwise."""
+        return self.routed != "bf16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of tokens and hidden vectors."""
+        return torch.float8_e4m3fn if self.quantised else torch.bfloat16
+
+    @property
+    def permuted(self) -> bool:
+        """Whether routed tokens and hidden vectors are stored in the order of ``pack.column_order``."""
+        return self.routed == "mxfp4"
+
+    @property
+    def whole(self) -> bool:
+        """Whether weights are multiplied as they lie: a slot of the ring holds 256 rows of either set."""
+        return self.routed != "mxfp4"
 
     @property
     def h_stride(self) -> int:
         """Columns of the hidden buffer, shared by both sets."""
-        return 128 * max(self.k_down4, self.k_down8)
+        return self.step * max(self.k_down4, self.k_down8)
 
 
 @dataclass(frozen=True)
@@ -91,10 +125,27 @@ class HopperConfig:
     @property
     def routed_steps(self) -> tuple[int, int]:
         """K steps of a routed tile, up and down; even where a turn of the loop takes two."""
-        pair = 2 if self.units == 1 else 1
-        up_pair = 2 if self.geometry.token_scales else pair
-        up, down = self.geometry.k_up, self.geometry.k_down4
-        return -(-up // up_pair) * up_pair, -(-down // pair) * pair
+        g = self.geometry
+        pair = 2 if self.units == 1 and not g.whole else 1
+        up_pair = 2 if g.token_scales and not g.whole else pair
+        return -(-g.k_up // up_pair) * up_pair, -(-g.k_down4 // pair) * pair
+
+    @property
+    def passes(self) -> int:
+        """Passes over K that 256 rows of the shared expert take."""
+        return 1 if self.geometry.whole else self.units
+
+    @property
+    def one_loop(self) -> bool:
+        """Whether one K loop serves both sets: less code to fetch."""
+        g = self.geometry
+        alike = g.whole and g.routed_groups == g.scale_groups and g.limit4 == g.limit8
+        return alike and g.up8 > 0 and self.tokens == self.shared_tokens
+
+    @property
+    def two_loops(self) -> bool:
+        """Whether there is a shared expert with a K loop of its own."""
+        return self.geometry.up8 > 0 and not self.one_loop
 
     @property
     def launch_registers(self) -> int:
@@ -117,18 +168,22 @@ def slot_bytes(tokens: int, shared_tokens: int, warpgroups: int) -> int:
     return warpgroups * 8192 + 4 * 256 + widest * 128 + scales
 
 
-def fixed_bytes(tokens: int, shared_tokens: int, warpgroups: int) -> int:
-    """Shared memory beside the ring: exchanges between warpgroups, the first half of an up tile."""
+def fixed_bytes(tokens: int, shared_tokens: int, warpgroups: int, item: int = 0) -> int:
+    """Shared memory beside the ring: exchanges between warpgroups, the first half of an up tile.
+
+    ``item``: bytes of a hidden value where no half is kept, that is, with whole weights.
+    """
     widest = max(tokens, shared_tokens)
     amax = 2 * warpgroups * 4 * (tokens + shared_tokens)
-    first_half = 2 * 32 * 4 * widest if warpgroups == 2 else 0
-    return amax + first_half + warpgroups * 32 * widest + 1024
+    first_half = 2 * 32 * 4 * widest if warpgroups == 2 and item == 0 else 0
+    return amax + first_half + warpgroups * 32 * max(item, 1) * widest + 1024
 
 
 def build(geometry: Geometry, tokens: int, shared_tokens: int, warpgroups: int) -> HopperConfig:
     """A config with as many stages as fit."""
-    room = _SHARED_MEMORY - fixed_bytes(tokens, shared_tokens, warpgroups)
-    stages = min(8, room // slot_bytes(tokens, shared_tokens, warpgroups))
+    item = geometry.dtype.itemsize if geometry.whole else 0
+    room = _SHARED_MEMORY - fixed_bytes(tokens, shared_tokens, warpgroups, item)
+    stages = min(8, room // slot_bytes(tokens, shared_tokens, 4 if geometry.whole else warpgroups))
     small = warpgroups == 4
     tail = tokens // 2 if tokens >= 64 else 0
     return HopperConfig(geometry, tokens, tail, shared_tokens, warpgroups, stages, 112 if small else 232)
@@ -146,11 +201,13 @@ def choose(geometry: Geometry, rows: int, routes_per_row: float, experts: int) -
     elif per_expert <= 56:
         tokens = 64
     else:
-        tokens = 128
+        tokens = 64 if geometry.routed_groups == 4 else 128
     if tokens <= 16:
         shared = 8 if rows <= 8 else 16 if rows <= 16 else 32
         return build(geometry, tokens, shared, 4)
     shared = max(tokens, 32 if rows <= 32 else 64 if rows <= 64 else 128)
+    if geometry.whole:
+        shared = min(shared, max(tokens, 64))  # one K loop for both sets
     if geometry.scale_groups == 4:
         shared = min(shared, _WIDEST_FINE)
     return build(geometry, tokens, shared, 2)

@@ -56,7 +56,7 @@ class Step:
         self.top_k = self.call.topk_ids.shape[1] if self.sections & ROUTED else 0
         g = self.layer.geometry
         self.buffers = workspace.allocate(
-            self.rows, self.top_k, self.layer.experts, self.shared, g.hidden, g.h_stride, self.layer.device
+            self.rows, self.top_k, self.layer.experts, self.shared, g.hidden, g.h_stride, self.layer.device, g.dtype
         )
 
     def prologue(self) -> None:
@@ -74,6 +74,8 @@ class Step:
             "G": fine,
             "PARTS": parts,
             "WHOLE": whole,
+            "PERMUTED": self.layer.geometry.permuted,
+            "QUANTISED": self.layer.geometry.quantised,
         }
         tiles = {"NT": config.tokens, "NTS": config.shared_tokens, "HAS_SHARED": self.shared}
         common = {"EP": max(16, triton.next_power_of_2(experts)), "num_warps": _WARPS}
@@ -131,8 +133,8 @@ class Step:
             lambda _: (_processors(device),),
             Variant(key, device, config),
             *descriptors.descriptors(layer, b, config),
-            layer.up.references,
-            layer.down.references,
+            layer.up.factors,
+            layer.down.factors,
             b.xs,
             b.h,
             b.hs,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from foldmoe.backends.base import Call, PackedLayer
-from foldmoe.backends.hopper import launch, pack, pack_shared, workspace
+from foldmoe.backends.hopper import launch, pack, pack_bf16, pack_fp8, workspace
 from foldmoe.backends.hopper.batch import BOTH, ROUTED, SHARED, Weights, contiguous
+from foldmoe.backends.hopper.pack_bf16 import PackedBf16
 from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.moe import ExpertWeights
 from foldmoe.runtime.workspace import held_bytes
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foldmoe.backends.hopper.heuristics import HopperConfig
+    from foldmoe.backends.hopper.pack import PackedRouted
+    from foldmoe.backends.hopper.pack_fp8 import PackedFp8
 
 
 class HopperLayer(PackedLayer):
@@ -28,15 +31,21 @@ class HopperLayer(PackedLayer):
     Args:
         weights: packed.
         dtypes: torch dtypes of the stored routed tensors, by role.
-        shared_format: format of the stored shared expert.
+        routed_format, shared_format: formats of the stored experts.
     """
 
-    def __init__(self, weights: Weights, dtypes: dict[str, torch.dtype], shared_format: Format | None) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        dtypes: dict[str, torch.dtype],
+        routed_format: Format,
+        shared_format: Format | None,
+    ) -> None:
         self.weights = weights
         self.config: HopperConfig | None = None
         """Runs every batch where it is set; for tuning and tests."""
         self._dtypes = dtypes
-        self._shared_format = shared_format
+        self._formats = routed_format, shared_format
         self._last: HopperConfig | None = None
         self._found: Counter[str] = Counter()
 
@@ -96,19 +105,18 @@ class HopperLayer(PackedLayer):
 
     def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
         w = self.weights
-        routed = []
-        for role, part in (("up", w.up), ("down", w.down)):
-            codes, scales = pack.unpack_mxfp4(part)
-            values, scales = codes.view(self._dtypes[role]), scales.view(self._dtypes[f"{role}_scales"])
-            routed.append(QuantizedTensor(values, scales, format=Format.MXFP4))
+        routed = ExpertWeights(self._unpacked("up", w.up), self._unpacked("down", w.down))
         if w.shared_up is None or w.shared_down is None:
-            return ExpertWeights(*routed), None
-        assert self._shared_format is not None
-        shared = []
-        for matrix in (w.shared_up, w.shared_down):
-            values, scales = pack_shared.unpack_fp8_block(matrix)
-            shared.append(QuantizedTensor(values[None], scales, format=self._shared_format, block=matrix.block))
-        return ExpertWeights(*routed), ExpertWeights(*shared)
+            return routed, None
+        shared = ExpertWeights(*(_unpacked(matrix, self._formats[1]) for matrix in (w.shared_up, w.shared_down)))
+        return routed, shared
+
+    def _unpacked(self, role: str, matrix: PackedRouted | PackedFp8 | PackedBf16) -> QuantizedTensor:
+        if not isinstance(matrix, pack.PackedRouted):
+            return _unpacked(matrix, self._formats[0])
+        codes, scales = pack.unpack_mxfp4(matrix)
+        values, scales = codes.view(self._dtypes[role]), scales.view(self._dtypes[f"{role}_scales"])
+        return QuantizedTensor(values, scales, format=Format.MXFP4)
 
     @property
     def nbytes(self) -> int:
@@ -136,3 +144,11 @@ class HopperLayer(PackedLayer):
         config = self._last.describe() if self._last else None
         counts = {source: self._found[source] for source in ("tuned", "heuristic")}
         return {"ids_out_of_range": int(self.weights.strays.item()), "config": config, **counts}
+
+
+def _unpacked(matrix: PackedFp8 | PackedBf16, stored: Format | None) -> QuantizedTensor:
+    assert stored is not None
+    if isinstance(matrix, PackedBf16):
+        return QuantizedTensor(pack_bf16.unpack_bf16(matrix), format=stored)
+    values, scales = pack_fp8.unpack_fp8_block(matrix)
+    return QuantizedTensor(values, scales, format=stored, block=matrix.block)

@@ -8,8 +8,10 @@ import torch
 
 from foldmoe.backends.hopper.batch import Weights
 from foldmoe.backends.hopper.pack import PackedRouted, padded, row_blocks
-from foldmoe.backends.hopper.pack_shared import PackedShared
+from foldmoe.backends.hopper.pack_bf16 import PackedBf16
+from foldmoe.backends.hopper.pack_fp8 import PackedFp8
 from foldmoe.backends.hopper.packing import geometry, scale_groups
+from foldmoe.formats import Format
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,18 +21,32 @@ if TYPE_CHECKING:
 
 def outline(spec: LayerSpec, activations: ActivationPrecision, gpu: str) -> Weights:
     """``spec``, one rank's part, as :func:`foldmoe.backends.hopper.packing.pack_layer` would pack it on ``gpu``."""
-    hidden, width = spec.hidden, spec.routed.width
-    up = _routed(spec.routed.count, 2 * width, hidden, True)
-    down = _routed(spec.routed.count, hidden, width, False)
-    shared_up = shared_down = None
-    if spec.shared is not None:
-        shared_up = _shared(spec.shared, 2 * spec.shared.width, hidden, True)
-        shared_down = _shared(spec.shared, hidden, spec.shared.width, False)
+    up, down = _set(spec.routed, spec.hidden)
+    shared_up, shared_down = (None, None) if spec.shared is None else _whole(spec.shared, spec.hidden)
     sizes = geometry(up, down, shared_up, shared_down, spec.activation, spec.shared_activation, activations)
     return Weights(up, down, shared_up, shared_down, sizes, _meta((1,), torch.int64), gpu=gpu)
 
 
-def _routed(experts: int, rows: int, columns: int, interleaved: bool) -> PackedRouted:
+def _set(
+    spec: ExpertSpec, hidden: int
+) -> tuple[PackedRouted, PackedRouted] | tuple[PackedFp8, PackedFp8] | tuple[PackedBf16, PackedBf16]:
+    if spec.format is not Format.MXFP4:
+        return _whole(spec, hidden)
+    return _mxfp4(spec.count, 2 * spec.width, hidden, True), _mxfp4(spec.count, hidden, spec.width, False)
+
+
+def _whole(spec: ExpertSpec, hidden: int) -> tuple[PackedFp8, PackedFp8] | tuple[PackedBf16, PackedBf16]:
+    if spec.format is Format.BF16:
+        return _bf16(spec.count, 2 * spec.width, hidden, True), _bf16(spec.count, hidden, spec.width, False)
+    return _fp8(spec, 2 * spec.width, hidden, True), _fp8(spec, hidden, spec.width, False)
+
+
+def _bf16(experts: int, rows: int, columns: int, interleaved: bool) -> PackedBf16:
+    values = _meta((experts * row_blocks(rows) * 256 * padded(columns) // 64, 64), torch.bfloat16)
+    return PackedBf16(values, (experts, rows, columns), interleaved)
+
+
+def _mxfp4(experts: int, rows: int, columns: int, interleaved: bool) -> PackedRouted:
     units = experts * row_blocks(rows) * padded(columns) // 128 * 4
     nothing = _meta((0,), torch.int64)
     return PackedRouted(
@@ -44,13 +60,14 @@ def _routed(experts: int, rows: int, columns: int, interleaved: bool) -> PackedR
     )
 
 
-def _shared(spec: ExpertSpec, rows: int, columns: int, interleaved: bool) -> PackedShared:
-    units, groups = row_blocks(rows) * padded(columns) // 128 * 4, scale_groups(spec.block[1], spec.format.block[1])
-    return PackedShared(
+def _fp8(spec: ExpertSpec, rows: int, columns: int, interleaved: bool) -> PackedFp8:
+    units = spec.count * row_blocks(rows) * padded(columns) // 128 * 4
+    groups = scale_groups(spec.block[1], spec.format.block[1])
+    return PackedFp8(
         _meta((units * 64, 128), torch.float8_e4m3fn),
         _meta((units * groups, 8), torch.float32),
         _meta((0,), torch.float32),
-        (rows, columns),
+        (spec.count, rows, columns),
         spec.block,
         groups,
         interleaved,

@@ -7,7 +7,7 @@ follow each other, four units a step. An up projection's block takes 128 gate ro
 MXFP4 unit: 4096 bytes of codes, in which a thread's 16-byte load is its ``wgmma`` operand, and 256 exponent offsets
 relative to the row's reference. FP8 unit: 64 rows of 128 bytes, and one scale per 8 rows and column group.
 
-A routed product's columns are permuted within a step (:func:`column_order`), tokens and hidden vectors alike, so that
+An MXFP4 product's columns are permuted within a step (:func:`column_order`), tokens and hidden vectors alike, so that
 all of a thread's codes of one row have one scale: a table a row, not one for every 32 columns.
 """
 
@@ -53,7 +53,7 @@ def row_order(rows: int, interleaved: bool, device: torch.device | str = "cpu") 
 
 
 def column_order() -> Tensor:
-    """Stored column at each of the 128 positions of a routed step.
+    """Stored column at each of the 128 positions of an MXFP4 step.
 
     An operand's lane t holds positions ``j * 32 + s * 16 + t * 4 + i`` (j < 4, s < 2, i < 4): stored columns
     ``t * 32 + j * 8 + s * 4 + i``, all of one group of 32.
@@ -98,6 +98,11 @@ class PackedRouted:
         """128-column steps."""
         return padded(self.shape[2]) // 128
 
+    @property
+    def factors(self) -> Tensor:
+        """What sums are multiplied by, for the kernel."""
+        return self.references
+
 
 def pack_mxfp4(
     codes: Tensor,
@@ -125,8 +130,7 @@ def pack_mxfp4(
     device = codes.device
     order = row_order(rows, gate_up_interleave, device)
     exact = blocks * 256 == rows and steps * 128 == columns
-    aligned = codes.data_ptr() % 16 == 0 and scales.data_ptr() % 16 == 0  # TMA reads nothing else
-    reuse = consume and exact and aligned and codes.is_contiguous() and scales.is_contiguous()
+    reuse = consume and exact and in_place(codes) and in_place(scales)
     size = blocks * steps * 4
     out = codes.view(experts, -1) if reuse else torch.empty(experts, size * 4096, dtype=torch.uint8, device=device)
     out_offsets = (
@@ -233,6 +237,11 @@ def _offsets(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     offset = scales.to(torch.int32) - top[:, None] + 11
     stray = (offset < 0) | (offset > 11)
     return torch.where(stray, torch.zeros_like(offset), offset).to(torch.uint8), top - 133, stray
+
+
+def in_place(stored: Tensor) -> bool:
+    """Whether a packed matrix can lie where ``stored`` does: TMA reads from multiples of 16 bytes only."""
+    return stored.is_contiguous() and stored.data_ptr() % 16 == 0
 
 
 def pick_rows(matrix: Tensor, order: Tensor, rows: int) -> Tensor:

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foldmoe.backends.hopper import pack, pack_shared, workspace
+from foldmoe.backends.hopper import pack, workspace
 from foldmoe.backends.hopper.batch import Weights
 from foldmoe.backends.hopper.heuristics import Geometry
+from foldmoe.backends.hopper.pack_bf16 import PackedBf16, check_bf16, pack_bf16
+from foldmoe.backends.hopper.pack_fp8 import PackedFp8, check_fp8_block, pack_fp8_block
+from foldmoe.formats import Format
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from foldmoe.backends.hopper.pack import PackedRouted
     from foldmoe.formats import QuantizedTensor
     from foldmoe.moe import Activation, ExpertWeights
     from foldmoe.moe.spec import ActivationPrecision
@@ -29,16 +33,19 @@ def pack_layer(
     consume: bool = False,
 ) -> Weights:
     """See :meth:`foldmoe.backends.hopper.backend.HopperBackend.pack`."""
-    stored = {"gate_up": routed.gate_up, "down": routed.down}
-    for name, tensor in stored.items():
-        pack.check_mxfp4(*_bytes(tensor), name=f"routed {name}")
-    shared_up = shared_down = None
+    _check(routed, "routed")
+    shared_up: PackedFp8 | PackedBf16 | None = None
+    shared_down: PackedFp8 | PackedBf16 | None = None
     if shared is not None:
-        groups = scale_groups(shared.gate_up.block[1], shared.down.block[1])
-        shared_up = _pack_shared(shared.gate_up, True, groups)
-        shared_down = _pack_shared(shared.down, False, groups)
-    up = pack.pack_mxfp4(*_bytes(routed.gate_up), True, consume=consume, checked=True)
-    down = pack.pack_mxfp4(*_bytes(routed.down), False, consume=consume, checked=True)
+        _check(shared, "shared")
+        shared_up, shared_down = _pack_whole(shared, "shared", consume=False)
+    up: PackedRouted | PackedFp8 | PackedBf16
+    down: PackedRouted | PackedFp8 | PackedBf16
+    if routed.format is not Format.MXFP4:
+        up, down = _pack_whole(routed, "routed", consume=consume)
+    else:
+        up = pack.pack_mxfp4(*_bytes(routed.gate_up), True, consume=consume, checked=True)
+        down = pack.pack_mxfp4(*_bytes(routed.down), False, consume=consume, checked=True)
     sizes = geometry(up, down, shared_up, shared_down, activation, shared_activation, activations)
     workspace.stall_report(routed.device)  # host memory is never taken during a graph capture
     strays = torch.zeros(1, dtype=torch.int64, device=routed.device)
@@ -47,10 +54,10 @@ def pack_layer(
 
 
 def geometry(
-    up: pack.PackedRouted,
-    down: pack.PackedRouted,
-    shared_up: pack_shared.PackedShared | None,
-    shared_down: pack_shared.PackedShared | None,
+    up: PackedRouted | PackedFp8 | PackedBf16,
+    down: PackedRouted | PackedFp8 | PackedBf16,
+    shared_up: PackedFp8 | PackedBf16 | None,
+    shared_down: PackedFp8 | PackedBf16 | None,
     activation: Activation,
     shared_activation: Activation,
     activations: ActivationPrecision,
@@ -64,16 +71,28 @@ def geometry(
         shared_down.blocks if shared_down else 0,
         down.steps,
         shared_down.steps if shared_down else 0,
-        shared_up.groups if shared_up else 0,
+        shared_up.groups if isinstance(shared_up, PackedFp8) else 0,
         _limit(activation),
         _limit(shared_activation),
         activations == "fp8_token",
+        "fp8" if isinstance(up, PackedFp8) else "bf16" if isinstance(up, PackedBf16) else "mxfp4",
+        up.groups if isinstance(up, PackedFp8) else 0,
     )
 
 
 def scale_groups(*columns: int) -> int:
-    """Shared scales a step of 128 columns, where one scale spans ``columns`` in the up and the down projection."""
+    """FP8 scales a step of 128 columns, where one scale spans ``columns`` in the up and the down projection."""
     return 1 if all(span % 128 == 0 for span in columns) else 4
+
+
+def _check(weights: ExpertWeights, which: str) -> None:
+    for role, tensor in (("gate_up", weights.gate_up), ("down", weights.down)):
+        if weights.format.fp8:
+            check_fp8_block(tensor.scale_values(), tensor.block, name=f"{which} {role}")
+        elif weights.format is Format.BF16:
+            check_bf16(tensor.values, name=f"{which} {role}")
+        else:
+            pack.check_mxfp4(*_bytes(tensor), name=f"{which} {role}")
 
 
 def _bytes(tensor: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -85,13 +104,27 @@ def _limit(activation: Activation) -> float:
     return inf if activation.limit is None else activation.limit
 
 
-def _pack_shared(tensor: QuantizedTensor, gate_up: bool, groups: int) -> pack_shared.PackedShared:
-    return pack_shared.pack_fp8_block(
-        tensor.values[0],
-        tensor.scale_values()[0],
-        gate_up,
-        block=tensor.block,
-        stored_scales=tensor.scales,
-        groups=groups,
-        name=f"shared {'gate_up' if gate_up else 'down'}",
+def _pack_whole(
+    weights: ExpertWeights, which: str, *, consume: bool
+) -> tuple[PackedFp8, PackedFp8] | tuple[PackedBf16, PackedBf16]:
+    """Both projections of one set in FP8 or bf16."""
+    if weights.format is Format.BF16:
+        return (
+            pack_bf16(weights.gate_up.values, True, consume=consume, name=f"{which} gate_up"),
+            pack_bf16(weights.down.values, False, consume=consume, name=f"{which} down"),
+        )
+    groups = scale_groups(weights.gate_up.block[1], weights.down.block[1])
+    up, down = (
+        pack_fp8_block(
+            tensor.values,
+            tensor.scale_values(),
+            role == "gate_up",
+            block=tensor.block,
+            stored_scales=tensor.scales,
+            groups=groups,
+            consume=consume,
+            name=f"{which} {role}",
+        )
+        for role, tensor in (("gate_up", weights.gate_up), ("down", weights.down))
     )
+    return up, down

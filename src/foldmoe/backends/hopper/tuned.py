@@ -22,7 +22,7 @@ from foldmoe.backends.hopper.pack import padded
 
 if TYPE_CHECKING:
     from foldmoe.backends.hopper.heuristics import Geometry, HopperConfig
-    from foldmoe.moe.spec import LayerSpec
+    from foldmoe.moe.spec import ExpertSpec, LayerSpec
 
 TABLE = Path(__file__).with_name("tuned.json")
 
@@ -40,22 +40,30 @@ class Sizes:
     routed_steps: int
     shared_steps: int
     scale_groups: int
+    routed: str
+    routed_groups: int
 
     @classmethod
     def of_geometry(cls, g: Geometry) -> Sizes:
-        return cls(g.hidden, g.k_down4, g.k_down8, g.scale_groups)
+        steps = g.k_down4 * g.step // 128, g.k_down8 * g.step // 128
+        return cls(g.hidden, *steps, g.scale_groups, g.routed, g.routed_groups)
 
     @classmethod
     def of_spec(cls, spec: LayerSpec) -> Sizes:
         """Of one rank's part of a layer."""
-        shared = spec.shared
-        columns = min(shared.block[1], shared.format.block[1]) if shared else 0
-        return cls.of_widths(spec.hidden, spec.routed.width, shared.width if shared else 0, columns)
+        routed, shared = spec.routed, spec.shared
+        kind = "fp8" if routed.format.fp8 else routed.format.value
+        columns = _scale_columns(shared) if shared and shared.format.fp8 else 0
+        width = shared.width if shared else 0
+        return cls.of_widths(spec.hidden, routed.width, width, columns, kind, _scale_columns(routed))
 
     @classmethod
-    def of_widths(cls, hidden: int, routed: int, shared: int, scale_columns: int) -> Sizes:
-        groups = (1 if scale_columns % 128 == 0 else 4) if shared else 0
-        return cls(hidden, padded(routed) // 128, padded(shared) // 128, groups)
+    def of_widths(
+        cls, hidden: int, routed: int, shared: int, scale_columns: int, kind: str, routed_columns: int
+    ) -> Sizes:
+        groups = _groups(scale_columns) if scale_columns else 0
+        routed_groups = _groups(routed_columns) if kind == "fp8" else 0
+        return cls(hidden, padded(routed) // 128, padded(shared) // 128, groups, kind, routed_groups)
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,11 @@ class Entry:
 
     Args:
         gpu: part of the GPU's name, in any case.
-        scale_columns: columns that one shared scale spans; 0 without a shared expert.
+        scale_columns: columns that one shared scale spans; 0 without a shared expert in FP8.
         tokens, shared_tokens, warpgroups: see :class:`foldmoe.backends.hopper.heuristics.HopperConfig`.
         microseconds, heuristic_microseconds: the layer with these tiles and with the heuristic's, in one run.
+        routed: how routed weights are stored, as in :class:`foldmoe.backends.hopper.heuristics.Geometry`.
+        routed_scale_columns: columns that one scale of routed FP8 weights spans; 0 for other formats.
     """
 
     gpu: str
@@ -81,10 +91,13 @@ class Entry:
     warpgroups: int
     microseconds: float
     heuristic_microseconds: float
+    routed: str = "mxfp4"
+    routed_scale_columns: int = 0
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes.of_widths(self.hidden, self.routed_width, self.shared_width, self.scale_columns)
+        widths = self.hidden, self.routed_width, self.shared_width
+        return Sizes.of_widths(*widths, self.scale_columns, self.routed, self.routed_scale_columns)
 
     def fits(self, sizes: Sizes, experts: int, gpu: str) -> bool:
         """Whether it speaks for some batch of this layer."""
@@ -138,3 +151,11 @@ def describe(spec: LayerSpec, gpu: str) -> str:
 
 def _octaves(a: float, b: float) -> float:
     return abs(log2(a / b)) if a > 0 else float("inf")
+
+
+def _scale_columns(experts: ExpertSpec) -> int:
+    return min(experts.block[1], experts.format.block[1])
+
+
+def _groups(columns: int) -> int:
+    return 1 if columns % 128 == 0 else 4

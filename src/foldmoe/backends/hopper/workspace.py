@@ -42,7 +42,7 @@ class Buffers:
     """Tensors of one call.
 
     Args:
-        xq, xs: quantised rows ``[rows, H]`` and scales ``[H / 128, row_capacity]``.
+        xq, xs: quantised rows ``[rows, H]`` and scales ``[H / 128, row_capacity]``; bf16 rows have none.
         h, hs: hidden vectors and their scales, likewise.
         d: down products ``[rows, H]`` float32.
         pos: row of every route, -1 for none.
@@ -69,9 +69,16 @@ def sorted_rows(tokens: int, top_k: int, experts: int, shared: bool) -> int:
 
 
 def allocate(
-    tokens: int, top_k: int, experts: int, shared: bool, hidden: int, h_stride: int, device: torch.device | str
+    tokens: int,
+    top_k: int,
+    experts: int,
+    shared: bool,
+    hidden: int,
+    h_stride: int,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> Buffers:
-    """Buffers for a batch, not initialised."""
+    """Buffers for a batch, not initialised; ``dtype`` of tokens and hidden vectors."""
 
     rows, routes = sorted_rows(tokens, top_k, experts, shared), tokens * top_k
     rows = _up(max(rows, 128), 128)
@@ -80,9 +87,9 @@ def allocate(
     blocks = routes // (SMALLEST_ROUTE_BLOCK // 2) + 2
     bins = max(16, 1 << max(experts - 1, 0).bit_length())
     carve = Carve()
-    carve.add("xq", (rows, hidden), torch.float8_e4m3fn)
+    carve.add("xq", (rows, hidden), dtype)
     carve.add("xs", (hidden // 128, rows), torch.float32)
-    carve.add("h", (rows, h_stride), torch.float8_e4m3fn)
+    carve.add("h", (rows, h_stride), dtype)
     carve.add("hs", (h_stride // 128, rows), torch.float32)
     carve.add("d", (rows, hidden), torch.float32)
     carve.add("pos", (max(routes, 1),), torch.int32)

@@ -27,7 +27,7 @@ _FOLD = {("native", "folded"): "native", ("native", "dual-stream"): "dual", ("sl
 def whole(request: ParallelRequest, ranks: int) -> LayerSpec:
     """The layer over all ranks."""
     spec = shapes.SHAPES[request.shape].spec
-    count = spec.routed.count if request.shape == "A" else spec.routed.count * ranks
+    count = spec.routed.count if request.shape in shapes.WHOLE else spec.routed.count * ranks
     return replace(spec, routed=replace(spec.routed, count=count))
 
 

@@ -22,7 +22,7 @@ class ParallelRequest:
     """What to time. Each field is an option of the command, under the same name.
 
     Args:
-        shape: a key of :data:`foldmoe.bench.shapes.SHAPES`: "A" is cut over the ranks, others are one rank's part.
+        shape: a key of :data:`foldmoe.bench.shapes.SHAPES`: those of ``WHOLE`` are cut over the ranks.
         tokens: on every rank.
         transports: of :data:`TRANSPORTS`.
         arms: folded, dual-stream.

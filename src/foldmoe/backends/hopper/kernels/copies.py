@@ -105,7 +105,8 @@ def _copy_fp8(
         bar = full.index(slot)
         mbarrier.expect(bar, WGS * 8192 + KG * 128)
         tma_load(values, [unit * 64, 0], bar, weights.index(slot))
-        tma_load(scales, [unit * KG, 0], bar, scale_view(offsets, slot, KG))
+        if KG > 0:
+            tma_load(scales, [unit * KG, 0], bar, scale_view(offsets, slot, KG))
         unit += 4
         slot, phase = advance(slot, phase, ST)
     return slot, phase
@@ -114,8 +115,9 @@ def _copy_fp8(
 @gluon.jit
 def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexpr):
     g: gl.constexpr = C.geometry
-    WGS: gl.constexpr = C.warpgroups
-    UNITS: gl.constexpr = C.units
+    WGS: gl.constexpr = 4 if g.whole else C.warpgroups
+    PASSES: gl.constexpr = C.passes
+    KG: gl.constexpr = g.routed_groups
     STEPS: gl.constexpr = C.routed_steps
     ST: gl.constexpr = C.stages
     codes1, exps1, codes2, exps2, shared1, shared2, scales1, scales2 = desc
@@ -134,7 +136,7 @@ def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexp
         if shared:
             if g.up8 > 0:
                 if up:
-                    for half in range(UNITS):
+                    for half in range(PASSES):
                         slot, phase = _copy_fp8(
                             shared1,
                             scales1,
@@ -154,7 +156,7 @@ def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexp
                     slot, phase = _copy_fp8(
                         shared2,
                         scales2,
-                        block // UNITS * g.k_down8 * 4 + block % UNITS * WGS,
+                        block // PASSES * g.k_down8 * 4 + block % PASSES * WGS,
                         g.k_down8,
                         slot,
                         phase,
@@ -169,27 +171,40 @@ def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexp
         else:
             if up:
                 unit = (expert * g.up4 + block) * g.k_up * 4
-                slot, phase = _copy_fp4(
-                    codes1, exps1, unit, STEPS[0], slot, phase, weights, offsets, full, empty, WGS, ST
-                )
+                if g.whole:
+                    slot, phase = _copy_fp8(
+                        codes1, exps1, unit, STEPS[0], slot, phase, weights, offsets, full, empty, KG, WGS, ST
+                    )
+                else:
+                    slot, phase = _copy_fp4(
+                        codes1, exps1, unit, STEPS[0], slot, phase, weights, offsets, full, empty, WGS, ST
+                    )
             else:
                 unit = (expert * g.down4 + block) * g.k_down4 * 4
-                slot, phase = _copy_fp4(
-                    codes2, exps2, unit, STEPS[1], slot, phase, weights, offsets, full, empty, WGS, ST
-                )
+                if g.whole:
+                    slot, phase = _copy_fp8(
+                        codes2, exps2, unit, STEPS[1], slot, phase, weights, offsets, full, empty, KG, WGS, ST
+                    )
+                else:
+                    slot, phase = _copy_fp4(
+                        codes2, exps2, unit, STEPS[1], slot, phase, weights, offsets, full, empty, WGS, ST
+                    )
         ticket = gl.atomic_add(control + 3 + run, 1, sem="relaxed", scope="gpu")
     hand_out(tickets, tslot, tphase, -1)
 
 
 @gluon.jit
-def _copy_tokens(x, xs, row, steps, slot, phase, tokens, scales, full, empty, NT: gl.constexpr, ST: gl.constexpr):
+def _copy_tokens(x, xs, row, steps, slot, phase, tokens, scales, full, empty, NT: gl.constexpr, C: gl.constexpr):
     for kb in range(steps):
         mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
-        mbarrier.expect(bar, NT * 128 + max(NT, 32) * 4)
-        tma_load(x, [row, kb * 128], bar, tokens.index(slot).slice(0, NT))
-        tma_load(xs, [kb, row], bar, scales.index(slot))
-        slot, phase = advance(slot, phase, ST)
+        if C.geometry.quantised:
+            mbarrier.expect(bar, NT * 128 + max(NT, 32) * 4)
+            tma_load(xs, [kb, row], bar, scales.index(slot))
+        else:
+            mbarrier.expect(bar, NT * 128)
+        tma_load(x, [row, kb * C.geometry.step], bar, tokens.index(slot).slice(0, NT))
+        slot, phase = advance(slot, phase, C.stages)
     return slot, phase
 
 
@@ -199,9 +214,7 @@ def tokens_producer(desc, control, capacity, run, error, ring, tickets, C: gl.co
     NT: gl.constexpr = C.tokens
     NTS: gl.constexpr = C.shared_tokens
     WGS: gl.constexpr = C.warpgroups
-    UNITS: gl.constexpr = C.units
     STEPS: gl.constexpr = C.routed_steps
-    ST: gl.constexpr = C.stages
     x4, xs4, h4, hs4, x8, xs8, h8, hs8 = desc
     after_prologue(run)
     _weights, _offsets, tokens, scales4, scales8, full, empty = ring
@@ -226,17 +239,17 @@ def tokens_producer(desc, control, capacity, run, error, ring, tickets, C: gl.co
         if shared:
             if g.up8 > 0:
                 if up:
-                    for _unit in range(UNITS):
+                    for _unit in range(C.passes):
                         slot, phase = _copy_tokens(
-                            x8, xs8, row, g.k_up, slot, phase, tokens, scales8, full, empty, NTS, ST
+                            x8, xs8, row, g.k_up, slot, phase, tokens, scales8, full, empty, NTS, C
                         )
                 else:
                     slot, phase = _copy_tokens(
-                        h8, hs8, row, g.k_down8, slot, phase, tokens, scales8, full, empty, NTS, ST
+                        h8, hs8, row, g.k_down8, slot, phase, tokens, scales8, full, empty, NTS, C
                     )
         else:
             if up:
-                slot, phase = _copy_tokens(x4, xs4, row, STEPS[0], slot, phase, tokens, scales4, full, empty, NT, ST)
+                slot, phase = _copy_tokens(x4, xs4, row, STEPS[0], slot, phase, tokens, scales4, full, empty, NT, C)
             else:
-                slot, phase = _copy_tokens(h4, hs4, row, STEPS[1], slot, phase, tokens, scales4, full, empty, NT, ST)
+                slot, phase = _copy_tokens(h4, hs4, row, STEPS[1], slot, phase, tokens, scales4, full, empty, NT, C)
         ticket, tslot, tphase = receive(tickets, tslot, tphase, 1)

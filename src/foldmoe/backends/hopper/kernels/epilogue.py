@@ -31,7 +31,7 @@ def swiglu(acc, LIMIT: gl.constexpr, NT: gl.constexpr):
 
 @gluon.jit
 def _store_hidden(hidden, h, row, rows, column, inverse, NT: gl.constexpr, ROUTED: gl.constexpr, C: gl.constexpr):
-    """32 features of a block from ``column`` on; a routed tile's in the order of ``pack.column_order``."""
+    """32 features of a block from ``column`` on; a routed MXFP4 tile's in the order of ``column_order``."""
     HL: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     q = gl.convert_layout((hidden * inverse.expand_dims(0)).to(gl.float8e4nv), HL)
     token = gl.arange(0, NT, gl.SliceLayout(0, HL))

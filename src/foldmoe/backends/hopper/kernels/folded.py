@@ -6,8 +6,9 @@ start in list order whatever else runs on the device, and a tile only ever waits
     shared up tiles | routed up tiles | shared down tiles | routed down tiles
 
 A routed tile is 256 packed rows x one token tile. In an up projection these are 128 gate rows and 128 up rows,
-interleaved by 8: exactly one 128-column quantisation block of the hidden vector. A shared down tile is 64 x WGS rows. K
-is always summed in one order, whatever the tile shape, so a row's bits do not depend on the batch it is in.
+interleaved by 8: exactly one 128-column quantisation block of the hidden vector. A shared tile is the same, but beside
+MXFP4 experts its down tiles are 64 x WGS rows. K is always summed in one order, whatever the tile shape, so a row's
+bits do not depend on the batch it is in.
 
 Warp roles (one CTA an SM)
     partition        warps      does
@@ -27,8 +28,9 @@ TMA reads from multiples of 16 bytes only: the innermost coordinate of every cop
 tile's scales, four bytes a row, so the prologue starts every token tile at a multiple of four rows. Columns of a tile
 beyond its rows hold whatever lies there, NaN included: a product never mixes columns, and they are not stored.
 
-A slot of the ring holds one K step of 128: weights (64 x WGS rows of E4M3, or 256 rows of E2M1 codes in the same
-bytes), their scales or exponent offsets, tokens, and one scale a token. Nothing in a K loop waits for global memory.
+A slot of the ring holds one K step of 128 (64 of bf16): weights (64 x WGS rows of E4M3, or 256 rows of E2M1 codes in
+the same bytes; always 256 rows where routed experts are FP8 or bf16), their scales or exponent offsets, tokens, and one
+scale a token. Nothing in a K loop waits for global memory.
 
 Global counters: ``done[token tile]`` counts consumers that have stored their part of the hidden vector; a down tile
 waits for ``up tiles x WGS``. A wait longer than two seconds writes (1, tile, found, wanted) to ``error`` (host memory)
@@ -43,13 +45,14 @@ from foldmoe.backends.hopper.kernels.copies import tokens_producer, weights_prod
 from foldmoe.backends.hopper.kernels.epilogue import finish_down, finish_up, scaled, swiglu
 from foldmoe.backends.hopper.kernels.products import fp4_chain, fp4_product, fp8_product, late
 from foldmoe.backends.hopper.kernels.tickets import HEAD, TICKETS, after_prologue, locate, read_head, receive
+from foldmoe.backends.hopper.kernels.whole import whole_tile
 
 
 @gluon.jit
-def _routed_tile(
+def _fp4_tile(
     tile, steps, rs, out, slot, phase, turn, ring, amax, amax_full, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr
 ):
-    """One tile of routed experts. One copy of the K loop serves both projections: the code must stay small (a kernel
+    """One tile of MXFP4 experts. One copy of the K loop serves both projections: the code must stay small (a kernel
     with one a case stalled a fifth of its time on instruction fetches).
     """
     g: gl.constexpr = C.geometry
@@ -149,6 +152,81 @@ def _shared_tile(tile, steps, out, slot, phase, turn, ring, kept, amax, amax_ful
 
 
 @gluon.jit
+def _routed_tile(tile, shared, rest, amax, amax_full, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """A tile of routed experts in their format; of the shared expert too where one K loop serves both."""
+    g: gl.constexpr = C.geometry
+    steps, rs, out, slot, phase, turn, ring, _kept = rest
+    if g.whole:
+        k_up, k_down, k_down8 = steps
+        if C.one_loop:
+            k_down = gl.where(shared, k_down8, k_down)
+        slot, phase, turn = whole_tile(
+            tile,
+            k_up,
+            k_down,
+            out,
+            slot,
+            phase,
+            turn,
+            ring,
+            amax,
+            amax_full,
+            g.limit4,
+            g.routed_groups,
+            NT,
+            WG,
+            C,
+        )
+    else:
+        slot, phase, turn = _fp4_tile(tile, steps, rs, out, slot, phase, turn, ring, amax, amax_full, NT, WG, C)
+    return slot, phase, turn
+
+
+@gluon.jit
+def _routed(tile, shared, rest, amax, amax_full, WG: gl.constexpr, C: gl.constexpr):
+    """The same, with narrower products where the tile has few rows."""
+    rows = tile[4]
+    if C.tail == 0:
+        slot, phase, turn = _routed_tile(tile, shared, rest, amax, amax_full, C.tokens, WG, C)
+    elif rows <= C.tail:
+        slot, phase, turn = _routed_tile(tile, shared, rest, amax, amax_full, C.tail, WG, C)
+    else:
+        slot, phase, turn = _routed_tile(tile, shared, rest, amax, amax_full, C.tokens, WG, C)
+    return slot, phase, turn
+
+
+@gluon.jit
+def _apart(tile, rest, amax, amax_full, WG: gl.constexpr, C: gl.constexpr):
+    """A tile of the shared expert, where its K loop is not the routed experts'."""
+    g: gl.constexpr = C.geometry
+    steps, _rs, out, slot, phase, turn, ring, kept = rest
+    if g.whole:
+        weights, offsets, tokens, _scales4, scales8, full, empty = ring
+        ring8 = (weights, offsets, tokens, scales8, scales8, full, empty)
+        k_up, _k_down4, k_down = steps
+        slot, phase, turn = whole_tile(
+            tile,
+            k_up,
+            k_down,
+            out,
+            slot,
+            phase,
+            turn,
+            ring8,
+            amax,
+            amax_full,
+            g.limit8,
+            g.scale_groups,
+            C.shared_tokens,
+            WG,
+            C,
+        )
+    else:
+        slot, phase, turn = _shared_tile(tile, steps, out, slot, phase, turn, ring, kept, amax, amax_full, WG, C)
+    return slot, phase, turn
+
+
+@gluon.jit
 def _consumer(
     steps,
     rs,
@@ -176,24 +254,13 @@ def _consumer(
     while ticket >= 0:
         shared, up, expert, block, row, rows, counter = locate(ticket, head, control, capacity, C)
         tile = (up, expert, block, row, rows, counter)
-        if shared:
-            if C.geometry.up8 > 0:
-                slot, phase, turn = _shared_tile(
-                    tile, steps, out, slot, phase, turn, ring, kept, amax8, amax_full, WG, C
-                )
+        rest = (steps, rs, out, slot, phase, turn, ring, kept)
+        if not C.two_loops:
+            slot, phase, turn = _routed(tile, shared, rest, amax4, amax_full, WG, C)
+        elif shared:
+            slot, phase, turn = _apart(tile, rest, amax8, amax_full, WG, C)
         else:
-            if C.tail == 0:
-                slot, phase, turn = _routed_tile(
-                    tile, steps, rs, out, slot, phase, turn, ring, amax4, amax_full, C.tokens, WG, C
-                )
-            elif rows <= C.tail:
-                slot, phase, turn = _routed_tile(
-                    tile, steps, rs, out, slot, phase, turn, ring, amax4, amax_full, C.tail, WG, C
-                )
-            else:
-                slot, phase, turn = _routed_tile(
-                    tile, steps, rs, out, slot, phase, turn, ring, amax4, amax_full, C.tokens, WG, C
-                )
+            slot, phase, turn = _routed(tile, shared, rest, amax4, amax_full, WG, C)
         ticket, tslot, tphase = receive(tickets, tslot, tphase, 4)
 
 
@@ -234,7 +301,8 @@ def folded_moe(
     """See the module.
 
     Args:
-        codes1 .. scales2: descriptors of the packed weights (see ``pack.py``): up then down.
+        codes1 .. scales2: descriptors of the packed weights (see ``pack.py``): up then down. Routed FP8 or bf16
+            weights and their scales stand in the place of codes and offsets.
         x4 .. hs8: descriptors of quantised tokens, their scales, hidden vectors and theirs; routed then shared tiles.
         rs1, rs2: reference scale of every packed routed row. xs: the tokens' scales, ``[step, row]``.
         h, hs, d: hidden vectors, their scales ``[column block, row]``, down products float32 ``[row, H]``.
@@ -250,11 +318,14 @@ def folded_moe(
     ST: gl.constexpr = C.stages
     NX: gl.constexpr = max(NT, NTS)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    weights = gl.allocate_shared_memory(gl.float8e4nv, [ST, WGS * 64, 128], gl.NVMMASharedLayout(128, 8, 2))
-    offsets = gl.allocate_shared_memory(gl.uint8, [ST, 4, 256], exps1.layout)
-    tokens = gl.allocate_shared_memory(gl.float8e4nv, [ST, NX, 128], x4.layout)
+    KIND: gl.constexpr = gl.float8e4nv if C.geometry.quantised else gl.bfloat16
+    STEP: gl.constexpr = C.geometry.step
+    ROWS: gl.constexpr = 256 if C.geometry.whole else WGS * 64
+    weights = gl.allocate_shared_memory(KIND, [ST, ROWS, STEP], shared1.layout)
+    offsets = gl.allocate_shared_memory(gl.uint8, [ST, 4, 256], gl.NVMMASharedLayout(0, 8, 2))
+    tokens = gl.allocate_shared_memory(KIND, [ST, NX, STEP], x4.layout)
     scales4 = gl.allocate_shared_memory(gl.float32, [ST, 1, max(NT, 32)], xs4.layout)
-    scales8 = gl.allocate_shared_memory(gl.float32, [ST, 1, max(NTS, 32)], xs8.layout)
+    scales8 = scales4 if C.one_loop else gl.allocate_shared_memory(gl.float32, [ST, 1, max(NTS, 32)], xs8.layout)
     amax4 = gl.allocate_shared_memory(gl.float32, [2 * WGS, NT], plain)
     amax8 = gl.allocate_shared_memory(gl.float32, [2 * WGS, NTS], plain)
     values = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], plain)
@@ -279,7 +350,8 @@ def folded_moe(
     copies = (codes1, exps1, codes2, exps2, shared1, shared2, scales1, scales2)
     inputs = (x4, xs4, h4, hs4, x8, xs8, h8, hs8)
     if WGS == 2:
-        kept = gl.allocate_shared_memory(gl.float32, [2, 32, NX], gl.SwizzledSharedLayout(8, 1, NX // 16, [1, 0]))
+        halves: gl.constexpr = gl.SwizzledSharedLayout(8, 1, NX // 16, [1, 0])
+        kept = values if C.geometry.whole else gl.allocate_shared_memory(gl.float32, [2, 32, NX], halves)
         gl.warp_specialize(
             [
                 (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),

@@ -80,13 +80,13 @@ def fp4_product(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C:
 def _operand(ring, slot, unit: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
     """A unit's codes in a slot as the A operand of products of N columns."""
     weights, offsets, _tokens, _scales4, _scales8, _full, _empty = ring
-    mma: gl.constexpr = _accumulator(N)
+    mma: gl.constexpr = accumulator(N)
     codes = fp4_view(weights, slot, C.warpgroups).slice(unit * 16, 16)
     return _upcast(codes, offsets.index(slot).slice(unit, 1), gl.DotOperandLayout(0, mma, 4))
 
 
 @gluon.constexpr_function
-def _accumulator(columns):
+def accumulator(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
 
 
@@ -95,7 +95,7 @@ def _one_unit(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: g
     """Two steps a turn: an FP8 operand carried round the loop costs byte shuffles. An odd K ends in a step of zeros."""
     _weights, _offsets, tokens, scales4, _scales8, full, empty = ring
     ST: gl.constexpr = C.stages
-    mma: gl.constexpr = _accumulator(NT)
+    mma: gl.constexpr = accumulator(NT)
     zero = gl.zeros([64, NT], gl.float32, mma)
     acc = gl.zeros([64, NT], gl.float32, mma)
     for _ in range((steps + 1) // 2):
@@ -124,7 +124,7 @@ def _two_units(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: 
     _weights, _offsets, tokens, scales4, _scales8, full, empty = ring
     ST: gl.constexpr = C.stages
     WGS: gl.constexpr = C.warpgroups
-    mma: gl.constexpr = _accumulator(NT)
+    mma: gl.constexpr = accumulator(NT)
     zero = gl.zeros([64, NT], gl.float32, mma)
     acc0 = gl.zeros([64, NT], gl.float32, mma)
     acc1 = gl.zeros([64, NT], gl.float32, mma)
@@ -152,7 +152,7 @@ def _two_units_wide(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr)
     _weights, _offsets, tokens, scales4, _scales8, full, empty = ring
     ST: gl.constexpr = C.stages
     WGS: gl.constexpr = C.warpgroups
-    mma: gl.constexpr = _accumulator(64)
+    mma: gl.constexpr = accumulator(64)
     zero = gl.zeros([64, 64], gl.float32, mma)
     acc00 = gl.zeros([64, 64], gl.float32, mma)
     acc01 = gl.zeros([64, 64], gl.float32, mma)
@@ -193,7 +193,7 @@ def fp4_chain(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: g
     _weights, _offsets, tokens, _scales4, _scales8, full, empty = ring
     ST: gl.constexpr = C.stages
     WGS: gl.constexpr = C.warpgroups
-    acc0 = gl.zeros([64, NT], gl.float32, _accumulator(NT))
+    acc0 = gl.zeros([64, NT], gl.float32, accumulator(NT))
     acc1 = acc0
     for _ in range((steps + 1) // 2):
         slot1, phase1 = advance(slot, phase, ST)
@@ -219,7 +219,7 @@ def fp4_chain(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: g
 
 
 @gluon.jit
-def _group_scales(offsets, slot, row: gl.constexpr, layout: gl.constexpr, KG: gl.constexpr):
+def group_scales(offsets, slot, row: gl.constexpr, layout: gl.constexpr, KG: gl.constexpr):
     """A unit's scales of one column group: one for every 8 rows, spread over the 64."""
     spread: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1, 0]], [[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 2, 0], [0, 4, 0]], [], [1, 8, 8]
@@ -236,7 +236,7 @@ def fp8_product(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
     NT: gl.constexpr = C.shared_tokens
     ST: gl.constexpr = C.stages
     KG: gl.constexpr = C.geometry.scale_groups
-    mma: gl.constexpr = _accumulator(NT)
+    mma: gl.constexpr = accumulator(NT)
     KW: gl.constexpr = 128 // KG
     zero = gl.zeros([64, NT], gl.float32, mma)
     acc = gl.zeros([64, NT], gl.float32, mma)
@@ -245,16 +245,16 @@ def fp8_product(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
         a = weights.index(slot).slice(WG * 64, 64)
         x = tokens.index(slot).slice(0, NT)
         s = scales8.index(slot).slice(0, NT, 1).load(mma)
-        w0 = _group_scales(offsets, slot, WG * KG, mma, KG)
+        w0 = group_scales(offsets, slot, WG * KG, mma, KG)
         if KG == 1:
             p = warpgroup_mma(a, x.permute((1, 0)), zero, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=(p,))
             mbarrier.arrive(empty.index(slot), count=1)
             acc += part * (s * w0)
         else:
-            w1 = _group_scales(offsets, slot, WG * KG + 1, mma, KG)
-            w2 = _group_scales(offsets, slot, WG * KG + 2, mma, KG)
-            w3 = _group_scales(offsets, slot, WG * KG + 3, mma, KG)
+            w1 = group_scales(offsets, slot, WG * KG + 1, mma, KG)
+            w2 = group_scales(offsets, slot, WG * KG + 2, mma, KG)
+            w3 = group_scales(offsets, slot, WG * KG + 3, mma, KG)
             p0 = warpgroup_mma(a.slice(0, KW, 1), x.slice(0, KW, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
             p1 = warpgroup_mma(
                 a.slice(KW, KW, 1), x.slice(KW, KW, 1).permute((1, 0)), zero, use_acc=False, is_async=True

@@ -1,4 +1,4 @@
-"""Before the launch: quantise tokens, sort routes by (expert, token, k), list the token tiles.
+"""Before the launch: quantise tokens (or copy them as bf16), sort routes by (expert, token, k), list the token tiles.
 
 Every route finds its own row without a sort: its expert's first row and the expert's live routes that come before it.
 Up to ``heuristics.SMALL_ROUTES`` routes one kernel does everything (each token counts all routes); beyond, routes are
@@ -6,10 +6,11 @@ counted in blocks first (:func:`count_routes`), the blocks' prefixes and the til
 tokens count only within their block.
 
 Rows of the sorted buffer: the shared expert's, one a token in token order (where there is a shared expert), then routes
-by (expert, token, k), whose columns are in the order of ``pack.column_order``. Every expert starts at a multiple of
-``ROW_ALIGN`` rows, because a tile's scales, four bytes a row, are copied by TMA, which reads from multiples of 16 bytes
-only. Rows in the gaps are never written: a tile may copy them, but only as columns that it does not store. For the same
-reason shared tiles start at the shared range's first row rounded down: the rows before it are computed and never read.
+by (expert, token, k), whose columns are in the order of ``pack.column_order`` where weights are MXFP4. Every expert
+starts at a multiple of ``ROW_ALIGN`` rows, because a tile's scales, four bytes a row, are copied by TMA, which reads
+from multiples of 16 bytes only. Rows in the gaps are never written: a tile may copy them, but only as columns that it
+does not store. For the same reason shared tiles start at the shared range's first row rounded down: the rows before it
+are computed and never read.
 """
 
 import triton
@@ -56,16 +57,22 @@ def _token(
     HAS_SHARED: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     WHOLE: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     """One token's part of its columns: find its routes' rows, quantise, store to every row."""
     position = part * (G * 128) + tl.arange(0, G * 128)
-    column = stored_column(position)
+    column = stored_column(position) if PERMUTED else position
     inside = position < H
-    q, scale = quantise(x + m.to(tl.int64) * H, column, H, G, WHOLE)
+    if QUANTISED:
+        q, scale = quantise(x + m.to(tl.int64) * H, column, H, G, WHOLE)
+    else:
+        q = tl.load(x + m.to(tl.int64) * H + column, mask=inside, other=0.0).to(tl.float32).to(tl.bfloat16)
     step = part * G + tl.arange(0, G)
     if HAS_SHARED:
         tl.store(xq + m.to(tl.int64) * H + column, q, mask=inside)
-        tl.store(xs + step.to(tl.int64) * row_capacity + m, scale, mask=step * 128 < H)
+        if QUANTISED:
+            tl.store(xs + step.to(tl.int64) * row_capacity + m, scale, mask=step * 128 < H)
     if K > 0:
         k = tl.arange(0, KP)
         mine = m * K + k
@@ -82,7 +89,8 @@ def _token(
             to = tl.sum(tl.where(k == i, row, 0), 0)
             if to >= 0:
                 tl.store(xq + to.to(tl.int64) * H + position, q, mask=inside)
-                tl.store(xs + step.to(tl.int64) * row_capacity + to, scale, mask=step * 128 < H)
+                if QUANTISED:
+                    tl.store(xs + step.to(tl.int64) * row_capacity + to, scale, mask=step * 128 < H)
 
 
 @triton.jit(do_not_specialize=["valid_rows", "shared_begin", "shared_end", "M", "E", "capacity", "row_capacity"])
@@ -113,6 +121,8 @@ def prologue(
     NT: tl.constexpr,
     NTS: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    QUANTISED: tl.constexpr,
     VALID_TENSOR: tl.constexpr,
     SHARED_TENSOR: tl.constexpr,
     PDL: tl.constexpr,
@@ -163,6 +173,8 @@ def prologue(
                 HAS_SHARED,
                 False,
                 WHOLE,
+                PERMUTED,
+                QUANTISED,
             )
 
 
@@ -264,6 +276,8 @@ def place_tokens(
     EP: tl.constexpr,
     ROUTES: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    QUANTISED: tl.constexpr,
     VALID_TENSOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -304,4 +318,6 @@ def place_tokens(
             HAS_SHARED,
             True,
             WHOLE,
+            PERMUTED,
+            QUANTISED,
         )

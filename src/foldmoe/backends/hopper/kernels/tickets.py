@@ -32,14 +32,14 @@ def advance(slot, phase, depth: gl.constexpr):
 def locate(ticket, head, control, capacity, C: gl.constexpr):
     """Ticket to tile: (is shared, is up, expert, row block, first token row, rows, counter).
 
-    A row block is 256 rows; a shared down tile's 64 x WGS.
+    A row block is 256 rows; a shared down tile's is 64 x WGS beside MXFP4.
     """
     routed_tiles, shared_tiles, shared_begin, shared_end = head
     UP: gl.constexpr = C.geometry.up4
     DOWN: gl.constexpr = C.geometry.down4
     a = shared_tiles * C.geometry.up8
     b = a + routed_tiles * UP
-    c = b + shared_tiles * (C.geometry.down8 * C.units)
+    c = b + shared_tiles * (C.geometry.down8 * C.passes)
     shared = (ticket < a) | ((ticket >= b) & (ticket < c))
     up = ticket < b
     expert = 0
@@ -70,7 +70,7 @@ def locate(ticket, head, control, capacity, C: gl.constexpr):
 def ticket_count(head, C: gl.constexpr):
     routed_tiles, shared_tiles, _shared_begin, _shared_end = head
     g: gl.constexpr = C.geometry
-    return shared_tiles * (g.up8 + g.down8 * C.units) + routed_tiles * (g.up4 + g.down4)
+    return shared_tiles * (g.up8 + g.down8 * C.passes) + routed_tiles * (g.up4 + g.down4)
 
 
 @gluon.jit
