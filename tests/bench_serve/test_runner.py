@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,15 @@ def test_the_warm_pass_runs_every_workload_first_over_other_prompts(tmp_path: Pa
     said = [event.text.partition("repeat 1: ")[2] for event in told if event.text]
     assert said == ["starting a server", "8/4 x2, warming up", "8/5 x1, warming up", "8/4 x2", "8/5 x1"]
     assert [run.workload for run in result.runs] == ["8/4 x2", "8/5 x1"]
+
+
+def test_warming_with_the_largest_workload_alone_takes_one_run_less(tmp_path: Path) -> None:
+    two = (WORKLOAD, Workload(8, 5, 1, 2))
+    result, told = bench(replace(asked(server(), workloads=two), warm="largest"), tmp_path)
+    said = [event.text.partition("repeat 1: ")[2] for event in told if event.text]
+    assert said == ["starting a server", "8/4 x2, warming up", "8/4 x2", "8/5 x1"]
+    assert told[-1].done == 4
+    assert result.complete
 
 
 def test_progress_counts_every_step_and_knows_the_time_left_after_one_server(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_file_that_says_something_else_is_refused_by_name(tmp_path: Path, cont
 
 
 def test_an_unknown_preset_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match="neither a file nor one of cpu, native-fold, slot-fold"):
+    with pytest.raises(ValueError, match="neither a file nor one of cpu, native-fold, short, slot-fold"):
         workloads.load("native")
 
 

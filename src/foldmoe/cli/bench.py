@@ -13,6 +13,7 @@ from foldmoe.bench.peers import PEERS
 from foldmoe.bench.result import LayerResult, Request
 from foldmoe.bench.shapes import SHAPES
 from foldmoe.cli import errors
+from foldmoe.cli.bench_merge import merged
 from foldmoe.cli.bench_parallel import parallel
 from foldmoe.cli.bench_serve import serve
 from foldmoe.cli.console import console
@@ -21,6 +22,7 @@ from foldmoe.report.compare_table import compare_table
 
 app = typer.Typer(help="Speed A/B, arms interleaved.", no_args_is_help=True)
 app.command("serve")(serve)
+app.command("merge")(merged)
 app.command("parallel")(parallel)
 
 

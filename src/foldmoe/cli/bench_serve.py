@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import torch
 import typer
@@ -19,7 +19,7 @@ from foldmoe.bench import versions
 from foldmoe.bench.serve import arms as arms_of_serve
 from foldmoe.bench.serve import workloads as workload_files
 from foldmoe.bench.serve.processes import terminated_as_interrupted
-from foldmoe.bench.serve.results import ServeResult
+from foldmoe.bench.serve.results import ServeResult, Warm
 from foldmoe.bench.serve.runner import RESULT, Event, Runner, prepare
 from foldmoe.bench.serve.session import Options
 from foldmoe.cli import errors
@@ -43,6 +43,9 @@ def serve(
     noise: Annotated[
         str, typer.Option(help="Arm that is served twice a round, for the noise floor; 'none' saves that time.")
     ] = "auto",
+    warm: Annotated[
+        str, typer.Option(help="What a fresh server runs before anything counts: all workloads, or the largest alone.")
+    ] = "all",
     client_cmd: Annotated[
         str, typer.Option(help="The client's command line; add --tokenizer or --trust-remote-code here.")
     ] = "vllm bench serve",
@@ -62,6 +65,8 @@ def serve(
         again = ("serial" if "serial" in chosen else chosen[0]) if noise == "auto" else noise
         if again not in (*chosen, "none"):
             raise ValueError(f"--noise names an arm of --arms, or none; found {again!r}")
+        if warm not in get_args(Warm):
+            raise ValueError(f"--warm is {' or '.join(get_args(Warm))}; found {warm!r}")
         twice = None if again == "none" else again
         asked = ServeResult(
             serve_cmd,
@@ -73,6 +78,7 @@ def serve(
             _command(context),
             noise_arm=twice and twice + arms_of_serve.AGAIN,
             noise_of=twice,
+            warm=cast("Warm", warm),
         )
         result = prepare(asked, out, resume=resume)
     end = _run(result, out, Options(port, ready_timeout, run_timeout), screen)

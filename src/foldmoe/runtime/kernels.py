@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +14,7 @@ from foldmoe.runtime import kernel_cache
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_log = logging.getLogger("foldmoe")
 _started: set[tuple[Any, ...]] = set()
 _compiler: Compiler | None = None
 
@@ -74,7 +76,7 @@ def start(kernel: Any, grid: Any, variant: Variant, /, *arguments: Any, **named:
             "foldmoe.warmup(layer, tokens), or run the layer once outside the capture, with the same number of tokens "
             f"and the same kinds of arguments ({variant.facts})"
         )
-    with kernel_cache.used():
+    with kernel_cache.used(), _unwatched(kernel):
         compiled = kernel[grid](*arguments, **named)
     _started.add(variant.key)
     return compiled
@@ -94,6 +96,24 @@ def compiling(compiler: Compiler) -> Iterator[None]:
         yield
     finally:
         _compiler = None
+
+
+@contextmanager
+def _unwatched(kernel: Any) -> Iterator[None]:
+    """Triton's hooks for compiled kernels, which engines set to watch for them, off; a log line has their news.
+
+    Triton writes a kernel's arguments as JSON for them, which fails for a configuration of ours.
+    """
+    from triton import knobs
+
+    kept = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_cache_hook = knobs.runtime.jit_post_compile_hook = None
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = kept
+    if any(kept):
+        _log.warning("foldmoe: kernel compilation during inference: %s", _name(kernel))
 
 
 def _name(kernel: Any) -> str:

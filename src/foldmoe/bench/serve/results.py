@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from foldmoe import result_file
 from foldmoe.bench.serve.workloads import WorkloadSet  # noqa: TC001  a file's fields are checked against it
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 KIND = "bench-serve"
 """What the ``kind`` field of the file says."""
+
+Warm = Literal["all", "largest"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class ServeResult:
         command: repeats this benchmark.
         noise_arm: the arm that is ``noise_of`` once more; None where the noise floor was not measured.
         complete: every run that was asked for is there and valid.
+        warm: what the pass that is not reported runs on a fresh server: every workload, or the largest alone.
     """
 
     serve_cmd: str
@@ -133,6 +136,7 @@ class ServeResult:
     runs: list[Run] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     complete: bool = False
+    warm: Warm = "all"
 
     @property
     def served(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 RESULT = "serve.json"
 """The result's file in its folder."""
 
-_MUST_MATCH = ("serve_cmd", "client_cmd", "workloads", "versions")
+_MUST_MATCH = ("serve_cmd", "client_cmd", "workloads", "warm", "versions")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Runner:
                 serving = True
                 self.result.servers.append(session.record)
                 begun = self._took(begun)
-                for workload in visit.workloads:
+                for workload in visit.warm:
                     where = workload.name
                     self._say(f"{label}: {where}, warming up")
                     session.warm(workload, seed)

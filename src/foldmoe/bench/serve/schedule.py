@@ -30,17 +30,24 @@ class Step:
 
 @dataclass(frozen=True)
 class Visit:
-    """One server: which arm, which repeat, and the workloads that it still has to run."""
+    """One server.
+
+    Args:
+        arm: its name.
+        repeat: counts from 1.
+        workloads: that it still has to run.
+        warm: those of the pass before, which is not reported.
+    """
 
     arm: str
     repeat: int
     workloads: tuple[Workload, ...]
+    warm: tuple[Workload, ...]
 
     @property
     def steps(self) -> list[Step]:
-        """The start, a pass over all workloads that warms, and one that counts."""
-        passes = [Step(workload.name, workload.tokens) for workload in self.workloads]
-        return [Step(START), *passes, *passes]
+        """The start, the pass that warms, and the one that counts."""
+        return [Step(START), *(Step(workload.name, workload.tokens) for workload in (*self.warm, *self.workloads))]
 
 
 def visits(result: ServeResult) -> list[Visit]:
@@ -51,7 +58,8 @@ def visits(result: ServeResult) -> list[Visit]:
         for arm in result.served:
             left = tuple(w for w in result.workloads.workloads if (arm, repeat, w.name) not in done)
             if left:
-                planned.append(Visit(arm, repeat, left))
+                warm = left if result.warm == "all" else (max(left, key=lambda workload: workload.tokens),)
+                planned.append(Visit(arm, repeat, left, warm))
     return planned
 
 
