@@ -15,6 +15,7 @@ from foldmoe.moe.merge import append_expert, slot_weights
 from foldmoe.planner import FusionPolicy, LayerPlan, plan_layer
 from foldmoe.planner.decide import without_backend
 from foldmoe.runtime import op
+from foldmoe.runtime.streams import side_stream
 
 if TYPE_CHECKING:
     from foldmoe.backends import PackedLayer
@@ -82,7 +83,6 @@ class FoldedMoE(torch.nn.Module):
         self.packed.route_share = len(self.experts) / max(1, plan.spec.routed.count)
         self.stored_as: MoELayer | None = None
         """Names in the checkpoint that the layer was loaded from."""
-        self._side_stream: torch.cuda.Stream | None = None
         self._handle = op.register(self)
 
     @staticmethod
@@ -188,8 +188,7 @@ class FoldedMoE(torch.nn.Module):
         if self.plan.folds_at(x.shape[0]):
             return self.packed.forward(call, folded=True)
         if x.is_cuda and self.plan.arm != "serial":
-            self._side_stream = self._side_stream or torch.cuda.Stream(x.device)
-            return self.packed.forward_dual(call, self._side_stream)
+            return self.packed.forward_dual(call, side_stream(x.device))
         return self.packed.forward(call, folded=False)
 
     def _check_call(

@@ -61,17 +61,18 @@ class Shape:
     shared_width: int
     activations: str = "fp8"
 
-    @property
-    def tolerance(self) -> float:
+    def tolerance(self, tokens: int) -> float:
         """Between promotions the FP8 tensor cores keep about 13 bits, so about one hidden value in a hundred rounds
-        to the E4M3 value beside the oracle's. In short sums this reached 9.0e-3 on an H200, at a hidden size of 512
-        and few rows; at V4-Flash's sizes 2.7e-3 to 3.9e-3. Sums over all of K, for tokens with one scale, lose more.
+        to the E4M3 value beside the oracle's. In short sums and few rows this reached 9.0e-3 on an H200 (hidden size
+        512; 7.1e-3 at 1024 and two rows); at V4-Flash's sizes 2.7e-3 to 3.9e-3. Sums over all of K, for tokens with
+        one scale, lose more.
         """
         if self.activations == "bf16":
             return BF16_TOLERANCE
         if self.activations == "fp8_token":
             return 1.5e-2
-        return 6e-3 if min(self.hidden, self.width, self.shared_width or self.width) >= 1024 else 1e-2
+        long = min(self.hidden, self.width, self.shared_width or self.width) >= 1024
+        return 6e-3 if long and tokens > 8 else 1e-2
 
     @property
     def geometry(self) -> heuristics.Geometry:
@@ -212,7 +213,7 @@ def test_pairwise(shape: Shape, tokens: int, routing: str) -> None:
     case = case_of(shape, tokens, routing)
     poison()
     folded = run(layer, case)
-    assert_close(folded, expected(case, *gpu_weights(shape), shape.activations), shape.tolerance)
+    assert_close(folded, expected(case, *gpu_weights(shape), shape.activations), shape.tolerance(tokens))
     poison()
     assert torch.equal(folded, layer.packed.forward(call_of(case), folded=False))
 
@@ -227,7 +228,8 @@ def test_one_loop_for_both_sets(tokens: int, shape: Shape) -> None:
     poison()
     y = run(layer, case)
     clamps = {"activation": Activation(LIMIT), "shared_activation": Activation(LIMIT)}
-    assert_close(y, reference_moe(*case.args, *stored, activations=shape.activations, **clamps), shape.tolerance)
+    want = reference_moe(*case.args, *stored, activations=shape.activations, **clamps)
+    assert_close(y, want, shape.tolerance(tokens))
     poison()
     assert torch.equal(y, layer.packed.forward(call_of(case), folded=False))
     packed: HopperLayer = layer.packed  # type: ignore[assignment]
@@ -244,7 +246,7 @@ def test_other_dtypes_of_x(dtype: torch.dtype) -> None:
     case = random_case(17, TOP_K, EXPERTS, WIDE.hidden, dtype=dtype).to("cuda")
     y = run(gpu_layer(WIDE), case)
     assert y.dtype == dtype
-    assert_close(y, expected(case, *gpu_weights(WIDE), "fp8"), WIDE.tolerance)
+    assert_close(y, expected(case, *gpu_weights(WIDE), "fp8"), WIDE.tolerance(17))
 
 
 def test_shared_part_alone() -> None:
@@ -256,7 +258,7 @@ def test_shared_part_alone() -> None:
     assert not shared[:3].any()
     assert not shared[11:].any()
     want = expected(replace(case, shared_rows=(3, 11)), *gpu_weights(WIDE), "fp8")
-    assert_close(routed.double() + shared, want, WIDE.tolerance)
+    assert_close(routed.double() + shared, want, WIDE.tolerance(17))
 
 
 def part(case: Case, rows: torch.Tensor) -> Case:
@@ -408,4 +410,4 @@ def test_unpack_gives_the_stored_bits(shape: Shape) -> None:
     for found, stored in zip(back, [w for w in gpu_weights(shape) if w], strict=True):
         for a, b in ((found.gate_up, stored.gate_up), (found.down, stored.down)):
             for name, tensor in b.tensors().items():
-                assert torch.equal(a.tensors()[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+                assert torch.equal(*(t.contiguous().view(torch.uint8) for t in (a.tensors()[name], tensor)))

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="NOT CHECKED: the Hopper launch needs triton (pip install foldmoe[gpu])")
 
 from foldmoe.backends.hopper import descriptors, heuristics, workspace
-from foldmoe.backends.hopper.batch import BOTH
+from foldmoe.backends.hopper.batch import BOTH, ROUTED, SHARED
 from foldmoe.backends.hopper.packing import pack_layer
 from foldmoe.moe import Activation
 from foldmoe.reference import reference_moe, relative_error
@@ -22,7 +22,7 @@ ALIKE = ("fp8-fp8", "fp8_e8m0-fp8_e8m0", "fp8_32-fp8_32", "bf16-bf16")
 """Pairs whose K loops are one where tiles and clamps are equal too."""
 
 
-def launch(layer, case, config):
+def launch(layer, case, config, sections=(BOTH,)):
     """Float32 output of prologue (the oracle's), launch and combine (the oracle's)."""
     g, shared = layer.geometry, layer.shared_up is not None
     tokens = case.x.shape[0]
@@ -32,17 +32,18 @@ def launch(layer, case, config):
     whole = g.token_scales
     found = oracle.sort_routes(case.x, case.topk_ids, layer.experts, shared, tokens, (0, tokens), config.tokens, whole)
     oracle.fill(b, found, case.x, g.permuted, config.shared_tokens if shared else 0)
-    plain_gluon.run(
-        (
-            *descriptors.descriptors(layer, b, config),
-            layer.up.factors,
-            layer.down.factors,
-            b.xs,
-            *(b.h, b.hs, b.d, b.control, torch.zeros(4, dtype=torch.int32)),
-            BOTH,
-            *(b.capacity, b.row_capacity, g.k_up, g.k_down4, g.k_down8, config),
+    for section in sections:
+        plain_gluon.run(
+            (
+                *descriptors.descriptors(layer, b, config),
+                layer.up.factors,
+                layer.down.factors,
+                b.xs,
+                *(b.h, b.hs, b.d, b.control, torch.zeros(4, dtype=torch.int32)),
+                section,
+                *(b.capacity, b.row_capacity, g.k_up, g.k_down4, g.k_down8, config),
+            )
         )
-    )
     gates = case.topk_weights
     return oracle.combine(b.d, found.position, gates, None, 1.0, shared, *found.shared, tokens)
 
@@ -86,6 +87,27 @@ def test_launch_matches_the_reference(pair, hidden, width, shared_width, size, t
 )
 def test_one_scale_a_token(pair, size, tail):
     check(pair, 384, 192, 64, size, tail, "fp8_token")
+
+
+@pytest.mark.parametrize("pair", ["mxfp4-fp8", "fp8-fp8", "bf16-bf16"])
+def test_two_launches_give_the_bits_of_one(pair):
+    same = Activation(LIMIT)
+    precision = "bf16" if pair == "bf16-bf16" else "fp8"
+    layer = pack_layer(*weights(pair, EXPERTS, 96, 192, 128), same, same, activations=precision)
+    config = heuristics.build(layer.geometry, 16, 16, 2)
+    case = random_case(21, TOP_K, EXPERTS, 128)
+    assert torch.equal(launch(layer, case, config), launch(layer, case, config, (ROUTED, SHARED)))
+
+
+@pytest.mark.parametrize("pair", ["fp8-fp8", "fp8_32-fp8_32", "bf16-bf16"])
+def test_bits_do_not_depend_on_tiles(pair):
+    same = Activation(LIMIT)
+    precision = "bf16" if pair == "bf16-bf16" else "fp8"
+    layer = pack_layer(*weights(pair, EXPERTS, 192, 128, 256), same, same, activations=precision)
+    case = random_case(21, TOP_K, EXPERTS, 256)
+    sizes = [(8, 8, 4), (16, 32, 4), (64, 16, 2)] + ([(128, 128, 2)] if "32" not in pair else [])
+    first, *others = (launch(layer, case, heuristics.build(layer.geometry, *size)) for size in sizes)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def check(pair, hidden, width, shared_width, size, tail, precision):

@@ -4,8 +4,8 @@
 
 Microseconds a layer over CUDA-graph replays of eight batches and two sets of weights, every kernel included. fold: one
 launch; serial: routed, then shared; dual: both at once on two streams; pro: the prologue alone. ratio: fold / floor, a
-floor being the larger of bytes at 4.62 TB/s and FLOPs at 1427 TFLOP/s. --write puts tiles that beat the heuristic's by
-more than 1 % into the package's table of measured tiles.
+floor being the larger of bytes at 4.62 TB/s and FLOPs at 1427 TFLOP/s (bf16: 776). --write puts tiles that beat the
+heuristic's by more than 1 % into the package's table of measured tiles.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 from math import inf
 from multiprocessing import get_context
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -24,13 +25,43 @@ from foldmoe.backends.base import Call
 from foldmoe.backends.hopper import heuristics, launch, tuned
 from foldmoe.backends.hopper.batch import BOTH, ROUTED, SHARED, Weights
 from foldmoe.backends.hopper.packing import pack_layer
-from foldmoe.formats import Format, QuantizedTensor
-from foldmoe.moe import Activation, ExpertWeights
+from foldmoe.bench.shapes import random_weights
+from foldmoe.formats import Format
+from foldmoe.moe import Activation, ExpertSpec
 from tests.hopper import tuned_table
 
-TOP_K = 6
-SHAPES = {"A": (256, 256, 4096, 2048), "B": (32, 256, 4096, 2048), "D": (48, 384, 7168, 3072)}
-"""Experts here, experts in all, H, I: V4-Flash on one GPU, one of its EP8 ranks, one EP8 rank of V4-Pro."""
+
+class Shape(NamedTuple):
+    """Experts here, experts in all, H, I, how routed experts are stored, top-k."""
+
+    experts: int
+    total: int
+    hidden: int
+    width: int
+    stored: Format = Format.MXFP4
+    top_k: int = 6
+
+    def geometry(self, activations: str) -> heuristics.Geometry:
+        kind = "fp8" if self.stored.fp8 else self.stored.value
+        blocks = -(-2 * self.width // 256), -(-self.hidden // 256)
+        steps = -(-self.width // 128) * (2 if kind == "bf16" else 1)
+        groups = 0 if kind == "bf16" else 1
+        sizes = self.hidden, *blocks, *blocks, steps, steps, groups, 10.0, 10.0
+        return heuristics.Geometry(*sizes, activations == "fp8_token", kind, int(kind == "fp8"))
+
+    def precision(self, token: bool) -> str:
+        return "bf16" if self.stored is Format.BF16 else "fp8_token" if token else "fp8"
+
+
+SHAPES = {
+    "A": Shape(256, 256, 4096, 2048),
+    "B": Shape(32, 256, 4096, 2048),
+    "D": Shape(48, 384, 7168, 3072),
+    "V3": Shape(256, 256, 7168, 2048, Format.FP8_128x128, 8),
+    "GLM": Shape(128, 128, 4096, 1408, Format.FP8_128x128, 8),
+    "GLM-bf16": Shape(128, 128, 4096, 1408, Format.BF16, 8),
+}
+"""V4-Flash on one GPU, one of its EP8 ranks, one EP8 rank of V4-Pro; DeepSeek-V3 and GLM-4.5-Air on one GPU."""
 
 TILES = ((8, 32, 4), (16, 32, 4), (32, 32, 4), (32, 64, 2), (32, 128, 2), (64, 64, 2), (64, 128, 2), (128, 128, 2))
 PROLOGUES = ((8192, 4096), (0, 4096), (0, 2048), (0, 1024), (0, 512))
@@ -45,39 +76,45 @@ class Point:
     tokens: int
 
     def __post_init__(self) -> None:
-        experts, total, hidden, width = SHAPES[self.shape]
+        experts, total, hidden, width, stored, top_k = SHAPES[self.shape]
         self.share = experts / total
         self.calls = []
         touched = routes = 0
         for seed in range(8):
             generator = torch.Generator().manual_seed(seed)
-            ids = torch.rand(self.tokens, total, generator=generator).argsort(dim=-1)[:, :TOP_K].to(torch.int32)
+            ids = torch.rand(self.tokens, total, generator=generator).argsort(dim=-1)[:, :top_k].to(torch.int32)
             ids = torch.where(ids < experts, ids, -1)
             touched += len(ids[ids >= 0].unique())
             routes += int((ids >= 0).sum())
             x = torch.randn(self.tokens, hidden, generator=generator).to(torch.bfloat16)
-            gates = torch.rand(self.tokens, TOP_K, generator=generator)
+            gates = torch.rand(self.tokens, top_k, generator=generator)
             self.calls.append(Call(x.cuda(), ids.cuda(), gates.cuda()))
         size = 3 * hidden * width
+        each, common, rate = {Format.MXFP4: (4.25 / 8, 1, 1.427e9), Format.BF16: (2, 2, 0.776e9)}.get(
+            stored, (1, 1, 1.427e9)
+        )
         self.floor = max(
-            (touched / 8 * size * 4.25 / 8 + size) / 4.62e6, 2 * size * (routes / 8 + self.tokens) / 1.427e9
+            (touched / 8 * size * each + size * common) / 4.62e6, 2 * size * (routes / 8 + self.tokens) / rate
         )
 
+    @property
+    def routes(self) -> float:
+        """Mean routes of an expert."""
+        return self.tokens * SHAPES[self.shape].top_k / SHAPES[self.shape].total
 
-def layer(experts: int, hidden: int, width: int, activations: str = "fp8") -> Weights:
+    def choose(self, geometry: heuristics.Geometry) -> heuristics.HopperConfig:
+        shape = SHAPES[self.shape]
+        return heuristics.choose(geometry, self.tokens, shape.top_k * self.share, shape.experts)
+
+
+def layer(shape: Shape, activations: str = "fp8") -> Weights:
     """Random weights of one layer, packed in place."""
-
-    def routed(rows: int, columns: int) -> QuantizedTensor:
-        codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device="cuda")
-        scales = torch.randint(114, 122, (experts, rows, columns // 32), dtype=torch.uint8, device="cuda")
-        return QuantizedTensor(codes, scales, format=Format.MXFP4)
-
-    def shared(rows: int, columns: int) -> QuantizedTensor:
-        values = torch.randn(1, rows, columns, device="cuda").mul_(100).to(torch.float8_e4m3fn)
-        scales = torch.full((1, rows // 128, columns // 128), 3e-4, device="cuda")
-        return QuantizedTensor(values, scales, format=Format.FP8_128x128, block=(128, 128))
-
-    sets = [ExpertWeights(kind(2 * width, hidden), kind(hidden, width)) for kind in (routed, shared)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    common = Format.BF16 if shape.stored is Format.BF16 else Format.FP8_128x128
+    sets = [
+        random_weights(ExpertSpec(count, shape.width, stored), shape.hidden, generator)
+        for count, stored in ((shape.experts, shape.stored), (1, common))
+    ]
     return pack_layer(*sets, Activation(10.0), Activation(10.0), activations=activations, consume=True)  # type: ignore[arg-type]
 
 
@@ -118,20 +155,22 @@ def prologue(weights: list[Weights], point: Point) -> float:
 
 def candidates(geometry: heuristics.Geometry, point: Point) -> list[heuristics.HopperConfig]:
     """Tiles within reach of the mean number of tokens an expert."""
-    mean = point.tokens * TOP_K / SHAPES[point.shape][1]
-    return [heuristics.build(geometry, *size) for size in TILES if mean / 4 <= size[0] <= max(8, 4 * mean)]
+    near = [size for size in TILES if point.routes / 4 <= size[0] <= max(8, 4 * point.routes)]
+    if geometry.whole:  # equal tiles share a K loop
+        near += [(tokens, tokens, warpgroups) for tokens, _, warpgroups in near]
+    return [heuristics.build(geometry, *size) for size in dict.fromkeys(near)]
 
 
-def warm(job: tuple[int, int, heuristics.HopperConfig, int, bool]) -> str | None:
+def warm(job: tuple[Shape, heuristics.HopperConfig, int, bool]) -> str | None:
     """Compile one config in a process of its own, on a layer of two experts (their number is no part of a kernel)."""
-    hidden, width, config, tokens, arms = job
+    shape, config, tokens, arms = job
     try:
-        x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
-        ids = torch.zeros(tokens, TOP_K, dtype=torch.int32, device="cuda")
-        activations = "fp8_token" if config.geometry.token_scales else "fp8"
+        x = torch.randn(tokens, shape.hidden, device="cuda").to(torch.bfloat16)
+        ids = torch.zeros(tokens, shape.top_k, dtype=torch.int32, device="cuda")
+        activations = shape.precision(config.geometry.token_scales)
         for dependent in (True, False) if arms else (True,):
-            call = Call(x, ids, torch.ones(tokens, TOP_K, device="cuda"))
-            launch.run(layer(2, hidden, width, activations), call, config=config, dependent=dependent)
+            call = Call(x, ids, torch.ones(tokens, shape.top_k, device="cuda"))
+            launch.run(layer(shape._replace(experts=2), activations), call, config=config, dependent=dependent)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{config}: {str(error).splitlines()[0]}"
@@ -140,16 +179,12 @@ def warm(job: tuple[int, int, heuristics.HopperConfig, int, bool]) -> str | None
 
 def compile_all(points: list[Point], tune: bool, token: bool) -> set[heuristics.HopperConfig]:
     """Fill Triton's cache; configs that do not run."""
-    todo: dict[heuristics.HopperConfig, tuple[int, int, heuristics.HopperConfig, int, bool]] = {}
+    todo: dict[heuristics.HopperConfig, tuple[Shape, heuristics.HopperConfig, int, bool]] = {}
     for point in points:
-        experts, _, hidden, width = SHAPES[point.shape]
-        blocks = -(-2 * width // 256), -(-hidden // 256)
-        geometry = heuristics.Geometry(
-            hidden, *blocks, *blocks, -(-width // 128), -(-width // 128), 1, 10.0, 10.0, token
-        )
-        chosen = heuristics.choose(geometry, point.tokens, TOP_K * point.share, experts)
-        for config in [chosen, *(candidates(geometry, point) if tune else [])]:
-            todo[config] = (hidden, width, config, min(point.tokens, 64), not tune)
+        shape = SHAPES[point.shape]
+        geometry = shape.geometry(shape.precision(token))
+        for config in [point.choose(geometry), *(candidates(geometry, point) if tune else [])]:
+            todo[config] = (shape, config, min(point.tokens, 64), not tune)
     with ProcessPoolExecutor(min(14, len(todo)), mp_context=get_context("spawn")) as pool:
         failed = {config: error for config, error in zip(todo, pool.map(warm, todo.values()), strict=True) if error}
     for error in failed.values():
@@ -167,13 +202,12 @@ def main() -> None:
     asked = [(name, sizes) for name, _, sizes in (p.partition(":") for p in options.points)]
     points = [Point(name, int(m)) for name, sizes in asked for m in sizes.split(",")]
     failed = compile_all(points, options.tune, options.token)
-    activations = "fp8_token" if options.token else "fp8"
-    held: tuple[tuple[int, ...], list[Weights]] = ((), [])
+    held: tuple[str, list[Weights]] = ("", [])
     for point in points:
-        experts, _, hidden, width = SHAPES[point.shape]
-        if held[0] != (experts, hidden, width):
-            held = ((), [])
-            held = ((experts, hidden, width), [layer(experts, hidden, width, activations) for _ in range(2)])
+        if held[0] != point.shape:
+            shape = SHAPES[point.shape]
+            held = ("", [])
+            held = (point.shape, [layer(shape, shape.precision(options.token)) for _ in range(2)])
         weights = held[1]
         chosen = launch.choose(weights[0], point.calls[0], point.share).config
         fold = arm(weights, point)
@@ -191,10 +225,7 @@ def main() -> None:
 
 
 def write(layer: Weights, point: Point, times: dict[heuristics.HopperConfig, float]) -> None:
-    experts, total, _, _ = SHAPES[point.shape]
-    usual = heuristics.choose(layer.geometry, point.tokens, TOP_K * point.share, experts)
-    routes = point.tokens * TOP_K / total
-    kept = tuned_table.merge(tuned.table(), layer, routes, times, usual)
+    kept = tuned_table.merge(tuned.table(), layer, point.routes, times, point.choose(layer.geometry))
     tuned.TABLE.write_text(tuned_table.text(kept))
     tuned.table.cache_clear()
 
@@ -202,9 +233,8 @@ def write(layer: Weights, point: Point, times: dict[heuristics.HopperConfig, flo
 def tune(
     weights: list[Weights], point: Point, failed: set[heuristics.HopperConfig]
 ) -> dict[heuristics.HopperConfig, float]:
-    geometry, (experts, _, _, _) = weights[0].geometry, SHAPES[point.shape]
-    usual = heuristics.choose(geometry, point.tokens, TOP_K * point.share, experts)
-    configs = [c for c in dict.fromkeys([usual, *candidates(geometry, point)]) if c not in failed]
+    geometry = weights[0].geometry
+    configs = [c for c in dict.fromkeys([point.choose(geometry), *candidates(geometry, point)]) if c not in failed]
     best = dict.fromkeys(configs, inf)
     for _ in range(2):  # the card drifts: take turns
         for config in configs:
@@ -213,7 +243,7 @@ def tune(
         print(f"    {time:7.1f}  {config.describe()}", flush=True)
     kept = heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK
     for small, block in PROLOGUES:
-        if small or point.tokens * TOP_K > block // 4:
+        if small or point.tokens * SHAPES[point.shape].top_k > block // 4:
             heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK = small, block
             print(f"    prologue, one kernel up to {small} routes, blocks of {block}: {prologue(weights, point):.1f}")
     heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK = kept

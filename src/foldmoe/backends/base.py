@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from foldmoe.planner import capability
+from foldmoe.runtime.streams import beside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,11 +93,10 @@ class PackedLayer(ABC):
             routed = self.forward(replace(call, shared_rows=(0, 0)), folded=False)
             return (routed.to(torch.float32) + shared).to(call.x.dtype)
         main = torch.cuda.current_stream(call.x.device)
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):
-            shared = self.forward_shared(call)
-        routed = self.forward(replace(call, shared_rows=(0, 0)), folded=False)
-        main.wait_stream(stream)
+        with beside(main, stream):
+            with torch.cuda.stream(stream):
+                shared = self.forward_shared(call)
+            routed = self.forward(replace(call, shared_rows=(0, 0)), folded=False)
         shared.record_stream(main)
         return (routed.to(torch.float32) + shared).to(call.x.dtype)
 

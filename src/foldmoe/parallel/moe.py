@@ -23,6 +23,7 @@ from foldmoe.parallel.local import Routed, Tokens, padded
 from foldmoe.parallel.remap import remap
 from foldmoe.parallel.scheme import Dispatch, Order, Scheme
 from foldmoe.parallel.transport import Transport, as_transport
+from foldmoe.runtime.streams import side_stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +109,6 @@ class ExpertParallelMoE(torch.nn.Module):
         self._strays = torch.zeros(1, dtype=torch.int64, device=device)
         chosen = choose(self.scheme, self.transport, self._strays, self.name)
         self.scheme, self.exchange, self.fallback = chosen.scheme, chosen.exchange, chosen.fallback
-        self._side_stream: torch.cuda.Stream | None = None
         self._last: dict[str, int] = {}
 
     @property
@@ -219,8 +219,7 @@ class ExpertParallelMoE(torch.nn.Module):
         if plan.strategy == "slot" or plan.folds_at(agreed_rows):
             return layer.packed.forward(call, folded=True)
         if call.x.is_cuda and plan.arm != "serial":
-            self._side_stream = self._side_stream or torch.cuda.Stream(call.x.device)
-            return layer.packed.forward_dual(call, self._side_stream)
+            return layer.packed.forward_dual(call, side_stream(call.x.device))
         return layer.packed.forward(call, folded=False)
 
     def route(self, rank: int, tokens: Tokens, routed_scale: float) -> Routed:

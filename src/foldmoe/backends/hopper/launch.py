@@ -17,6 +17,7 @@ from foldmoe.backends.hopper.kernels.combine import combine
 from foldmoe.backends.hopper.kernels.folded import folded_moe
 from foldmoe.backends.triton.launch import launch
 from foldmoe.runtime.kernels import Variant, start
+from foldmoe.runtime.streams import beside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,12 +235,11 @@ def choose(layer: Weights, call: Call, route_share: float) -> Choice:
 def _beside(step: Step, launches: tuple[int, ...], side: torch.cuda.Stream) -> None:
     """All but the last launch on the current stream, the last one on ``side``; the current stream waits for both."""
     main = torch.cuda.current_stream(step.layer.device)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        step.tiles(launches[-1])
-    for section in launches[:-1]:
-        step.tiles(section)
-    main.wait_stream(side)
+    with beside(main, side):
+        with torch.cuda.stream(side):
+            step.tiles(launches[-1])
+        for section in launches[:-1]:
+            step.tiles(section)
 
 
 def _union(launches: tuple[int, ...]) -> int:
