@@ -5,7 +5,7 @@ TRITON ?= triton==3.6.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint cover docs wheel clean test-triton-versions test-vllm
+.PHONY: demo test lint cover docs wheel clean test-triton-versions test-vllm test-vllm-sources
 
 demo: $(VENV)/.demo
 	$(BIN)/foldmoe demo
@@ -81,6 +81,18 @@ $(VENV_VLLM)/.vllm: tests/vllm/distribution/pyproject.toml
 	$(VENV_VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/python -m pip install -q ./tests/vllm/distribution -e . pytest pytest-timeout hypothesis
 	touch $@
+
+# What the plugin touches, in the source of every vLLM that it names: the wheels (250 to 340 MB each) are read, not run.
+VLLM_VERSIONS ?= 0.25.1 0.32.0 0.33.0
+test-vllm-sources: $(VENV)/.dev
+	for version in $(VLLM_VERSIONS); do \
+	  folder=$(VENV)-vllm-sources/$$version; \
+	  test -d $$folder/vllm && continue; \
+	  $(BIN)/python -m pip download -q --no-deps -d $$folder vllm==$$version || exit 1; \
+	  unzip -qo $$folder/vllm-*.whl '*.py' -d $$folder && rm $$folder/vllm-*.whl || exit 1; \
+	done
+	VLLM_SOURCES=$$(printf '%s:' $(foreach version,$(VLLM_VERSIONS),$(VENV)-vllm-sources/$(version))) \
+	  $(BIN)/python -m pytest tests/vllm/test_contract.py $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-* build dist .pytest_cache .mypy_cache .ruff_cache

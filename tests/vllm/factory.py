@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from vllm.model_executor.layers.fused_moe import layer as vllm_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.models.deepseek_v4.quant_config import DeepseekV4FP8Config
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from foldmoe.moe import ExpertWeights
 
 EXPERTS, TOP_K, WIDTH, SHARED, HIDDEN, TOKENS = 8, 2, 128, 256, 128, 19
+
+make_runner = getattr(vllm_layer, "FusedMoEFactory", None) or vllm_layer.FusedMoE
+"""vLLM's own factory; until 0.25.1 it was called FusedMoE."""
 
 
 class Linear(nn.Module):
@@ -42,6 +46,11 @@ class SharedMLP(nn.Module):
         self.expert_gate = gate
 
 
+def has_cpu_routers() -> bool:
+    """vLLM 0.25.1 has a kernel for softmax routing on GPUs alone."""
+    return find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is not None
+
+
 def quant_config(routed: Format) -> Any:
     if routed is Format.BF16:
         return None
@@ -58,13 +67,15 @@ def build(routed: ExpertWeights, shared: nn.Module, name: str, **facts: Any) -> 
         name: the layer's prefix is ``name.experts``.
         facts: more of the factory's arguments.
     """
+    if not has_cpu_routers():
+        facts["custom_routing_function"] = lambda gating_output, **_: routes(gating_output)[::-1]
     torch.set_default_dtype(torch.bfloat16)
     try:
-        runner = FusedMoEFactory(
+        runner = make_runner(
             EXPERTS,
             TOP_K,
             HIDDEN,
-            WIDTH,
+            routed.width,
             params_dtype=torch.bfloat16,
             quant_config=quant_config(routed.format),
             prefix=f"{name}.experts",
@@ -93,9 +104,9 @@ def build(routed: ExpertWeights, shared: nn.Module, name: str, **facts: Any) -> 
     return runner
 
 
-def call(engine: Any, runner: Any, x: Tensor, logits: Tensor) -> Tensor:
+def call(engine: Any, runner: Any, x: Tensor, logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
     with set_forward_context(None, engine, num_tokens=len(x)), torch.no_grad():
-        y: Tensor = runner(x, logits)
+        y: Tensor = runner(x, logits, token_ids)
     return y
 
 

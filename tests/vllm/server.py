@@ -103,7 +103,10 @@ class Server:
 
     @property
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "rank-0.json").read_text())
+        return self.state_of(0)
+
+    def state_of(self, rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / f"rank-{rank}.json").read_text())
         return found
 
     def metric(self, name: str) -> float:
@@ -119,8 +122,10 @@ class Server:
             raise KeyError(name)
         return sum(found)
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(b"".join(self._send(path, body)))
+    def post(self, path: str, body: dict[str, Any], rank: int | None = None) -> dict[str, Any]:
+        """An answer in one piece, by the data-parallel rank that is asked for, or whichever has time."""
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        answer: dict[str, Any] = json.loads(b"".join(self._send(path, body, headers)))
         return answer
 
     def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -128,11 +133,11 @@ class Server:
         lines = [line.decode().removeprefix("data: ").strip() for line in self._send(path, {**body, "stream": True})]
         return [json.loads(line) for line in lines if line and line != "[DONE]"]
 
-    def _send(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+    def _send(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Iterator[bytes]:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/{path}",
             json.dumps({"model": "m", **body}).encode(),
-            {"content-type": "application/json"},
+            {"content-type": "application/json", **(headers or {})},
         )
         try:
             with urllib.request.urlopen(request, timeout=180) as answer:
@@ -140,12 +145,14 @@ class Server:
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"vLLM answered {error.code}: {error.read()!r}\n{self.log[-6000:]}") from error
 
-    def scores(self, prompts: list[list[int]], top: int = 5) -> list[list[list[tuple[float, int]]]]:
+    def scores(
+        self, prompts: list[list[int]], top: int = 5, rank: int | None = None
+    ) -> list[list[list[tuple[float, int]]]]:
         """Teacher-forced: for each prompt and position the likeliest (log probability, token), best first."""
         found = []
         for prompt in prompts:
             body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
-            (choice,) = self.post("v1/completions", body)["choices"]
+            (choice,) = self.post("v1/completions", body, rank)["choices"]
             ranked = (
                 (value["logprob"], int(token)) for p in choice["prompt_logprobs"][1:] for token, value in p.items()
             )

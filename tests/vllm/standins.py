@@ -18,19 +18,17 @@ from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.formats import fp8 as formats
 from foldmoe.moe import Activation, routing
 
-ENTRY_POINT = "[vllm.general_plugins]\nfoldmoe_standins = tests.vllm.standins:register\n"
-
-
 THETA = 10000.0
 """tiny-v4's rope_theta."""
 
 
-def install(folder: Path) -> dict[str, str]:
-    """Make vLLM find this plugin; returns the environment that a server needs for it."""
+def install(folder: Path, *modules: str) -> dict[str, str]:
+    """Make vLLM find these modules of this folder as plugins; returns the environment that a server needs for them."""
     about = folder / "foldmoe_standins-0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: foldmoe-standins\nVersion: 0\n")
-    (about / "entry_points.txt").write_text(ENTRY_POINT)
+    points = [f"foldmoe_{module} = tests.vllm.{module}:register" for module in modules]
+    (about / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *points, ""]))
     return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
 
 

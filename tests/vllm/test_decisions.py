@@ -51,6 +51,7 @@ def _moe(**changes: Any) -> Any:
         "has_bias": False,
         "activation": SimpleNamespace(value="silu"),
         "in_dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
     }
     return SimpleNamespace(moe_parallel_config=SimpleNamespace(**{**parallel, **own}), **{**facts, **changes})
 
@@ -71,7 +72,9 @@ def _engine(**changes: Any) -> Any:
 
 def test_a_plain_layer_has_nothing_against_it() -> None:
     assert refusals.of_routed(_moe(), _engine(), {}) == ()
-    assert refusals.of_runner(_moe(), {"shared_experts": object(), "routed_scaling_factor": 2.5}) == ()
+    assert (
+        refusals.of_runner(_moe(), {"shared_experts": object(), "routed_scaling_factor": 2.5}, cpu_routers=True) == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,8 +119,24 @@ def test_experts_in_contiguous_ranges_do_not_need_all_to_all() -> None:
     ],
 )
 def test_each_obstacle_of_the_runner_is_named(kwargs: dict[str, Any], dtype: torch.dtype, word: str) -> None:
-    (reason,) = refusals.of_runner(_moe(in_dtype=dtype), {"shared_experts": object(), **kwargs})
+    (reason,) = refusals.of_runner(_moe(in_dtype=dtype), {"shared_experts": object(), **kwargs}, cpu_routers=True)
     assert word in reason
+
+
+def test_a_router_that_a_cpu_cannot_run_is_an_obstacle_there() -> None:
+    class FusedTopKRouter:
+        pass
+
+    class GroupedTopKRouter:
+        pass
+
+    def found(device: str, router: object) -> tuple[str, ...]:
+        kwargs = {"shared_experts": object(), "router": router}
+        return refusals.of_runner(_moe(device=torch.device(device)), kwargs, cpu_routers=False)
+
+    assert found("cuda", FusedTopKRouter()) == found("cpu", GroupedTopKRouter()) == ()
+    (reason,) = found("cpu", FusedTopKRouter())
+    assert "routes on CPUs inside its own experts" in reason
 
 
 def _config(name: str, **facts: Any) -> Any:

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from foldmoe.formats import Format
 from foldmoe.layer import FoldedMoE
 from foldmoe.moe import Placement
+from foldmoe.moe.merge import slot_weights
+from foldmoe.planner import FusionPolicy
 from foldmoe.reference import reference_moe
-from tests.support.cases import assert_close, make_layer
+from tests.support.cases import assert_close, make_experts, make_layer
 
 pytest.importorskip("vllm.model_executor", reason="vLLM is not in this environment; make test-vllm has one of its own")
-
-from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 
 from foldmoe.integrations.vllm import advice, plugin
 from foldmoe.integrations.vllm.layers import FoldedRoutedExperts, FoldedRunner
 from foldmoe.integrations.vllm.method import FoldedMethod
-from tests.vllm.factory import EXPERTS, HIDDEN, SHARED, TOKENS, TOP_K, WIDTH, SharedMLP, build, call, routes
+from tests.vllm.factory import (
+    EXPERTS,
+    HIDDEN,
+    SHARED,
+    TOKENS,
+    TOP_K,
+    WIDTH,
+    SharedMLP,
+    build,
+    call,
+    has_cpu_routers,
+    make_runner,
+    routes,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +84,7 @@ def test_a_layer_is_the_reference(engine: Any, routed: Format, shared: Format, s
 
 def test_a_layer_without_a_shared_expert_goes_back_to_vllm(engine: Any) -> None:
     """The parameters are vLLM's own again and the layer runs as ever."""
-    runner = FusedMoEFactory(
+    runner = make_runner(
         EXPERTS, TOP_K, HIDDEN, WIDTH, params_dtype=torch.bfloat16, prefix="plain.experts", shared_experts=None
     )
     entry = plugin.record().entries[-1]
@@ -78,6 +93,25 @@ def test_a_layer_without_a_shared_expert_goes_back_to_vllm(engine: Any) -> None:
     assert type(runner.routed_experts.quant_method).__name__ == "UnquantizedFusedMoEMethod"
     assert set(dict(runner.routed_experts.named_parameters())) == {"w13_weight", "w2_weight"}
     entry.loaded = True
+
+
+def test_a_router_without_a_cpu_kernel_keeps_the_layer_in_vllm(engine: Any) -> None:
+    """vLLM 0.25.1 routes by softmax in its own experts alone, where it runs on a CPU."""
+    make_runner(
+        EXPERTS,
+        TOP_K,
+        HIDDEN,
+        WIDTH,
+        params_dtype=torch.bfloat16,
+        prefix="routed.experts",
+        shared_experts=SharedMLP(make_experts(Format.BF16, 1, SHARED, HIDDEN)),
+    )
+    entry = plugin.record().entries[-1]
+    entry.loaded = True
+    if has_cpu_routers():
+        assert entry.plan is not None
+    else:
+        assert entry.reasons == ("this vLLM routes on CPUs inside its own experts alone",)
 
 
 def test_weights_come_once(engine: Any) -> None:
@@ -89,6 +123,26 @@ def test_weights_come_once(engine: Any) -> None:
         inner.weight_loader(None, torch.zeros(WIDTH, HIDDEN), "w13_weight", "w1", 0)
     with pytest.raises(RuntimeError, match="takes its weights once"):
         inner.quant_method.process_weights_after_loading(inner)
+
+
+def test_a_lowered_shared_expert_is_freed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot fold with requantising keeps the slot alone, no FP8 weights beside it."""
+    monkeypatch.setattr(plugin.record(), "policy", FusionPolicy("slot", allow_requantize=True))
+    pair = make_layer(Format.MXFP4, Format.FP8_128x128, EXPERTS, WIDTH, WIDTH, HIDDEN, e8m0_scales=True)
+    mlp = SharedMLP(pair[1])
+    stored = [StorageWeakRef(linear.weight.untyped_storage()) for linear in (mlp.gate_up_proj, mlp.down_proj)]
+    runner = build(pair[0], mlp, "lowered")
+    gc.collect()
+    assert all(storage.expired() for storage in stored)
+    plan = plugin.record().entries[-1].plan
+    assert plan is not None
+    assert (plan.strategy, plan.requantize) == ("slot", True)
+    x, logits = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.randn(TOKENS, EXPERTS, dtype=torch.bfloat16)
+    lowered = slot_weights(pair[1], requantize=True, padded_width=None)
+    ids, weights = routes(logits)
+    assert_close(
+        call(engine, runner, x, logits), reference_moe(x, ids, weights, pair[0], lowered, activations="fp8"), 6e-3
+    )
 
 
 def test_the_op_is_opaque_to_the_compiler(engine: Any) -> None:

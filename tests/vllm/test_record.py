@@ -61,6 +61,14 @@ def test_case_93_reasons_of_every_unfolded_layer_are_in_the_log() -> None:
         assert "the policy asks for the shared expert" in line
 
 
+def test_zeros_in_slots_are_counted_with_the_reason() -> None:
+    record = _record(_entry(1, "slot", slot_zeros=1500), _entry(2, "slot", slot_zeros=1500), fold="slot")
+    assert "slots hold 3,000 B of zeros" in record.lines()[1]
+    assert "as wide as a routed expert" in record.lines()[1]
+    assert record.as_dict()["slot_zeros"] == 3000
+    assert len(_record(_entry(1, "slot")).lines()) == 1
+
+
 def test_draft_layers_count_once_they_are_loaded() -> None:
     record = _record(_entry(1))
     assert record.complete
@@ -68,7 +76,16 @@ def test_draft_layers_count_once_they_are_loaded() -> None:
     assert not record.complete
     draft.loaded = True
     assert record.complete
-    assert record.lines()[0].startswith("foldmoe: folded 2/2")
+    assert record.lines() == ["foldmoe: folded 2/2 layers (native 2, slot 0), +0 B, draft layers 1/1"]
+    record.enter(Entry("model.layers.3.mlp.experts", reasons=("the experts have biases",)))
+    assert [entry.draft for entry in record.entries] == [False, True, True]
+    assert record.lines() == [
+        "foldmoe: folded 2/3 layers (native 2, slot 0), +0 B, draft layers 1/2",
+        "foldmoe: model.layers.3.mlp.experts (draft): stock: the experts have biases",
+    ]
+    state = record.as_dict()
+    assert (state["draft_total"], state["draft_folded"], state["layers_total"]) == (2, 1, 3)
+    assert [layer["draft"] for layer in state["layers"]] == [False, True, True]
 
 
 def test_the_state_file_is_whole_and_says_what_runs(tmp_path: Path) -> None:

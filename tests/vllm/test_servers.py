@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import shlex
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,47 +11,19 @@ import pytest
 from foldmoe.evaluate import items
 from foldmoe.evaluate.skills import TINY_V4
 from tests.vllm import checkpoints, standins
+from tests.vllm.agreement import GAP, PROMPTS, agreement, running
 from tests.vllm.server import Server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 pytest.importorskip("vllm.model_executor", reason="vLLM is not in this environment; make test-vllm has one of its own")
 pytestmark = pytest.mark.timeout(900)
 
-GAP = 1e-2
-"""Positions whose two likeliest tokens lie closer than this may swap them for a rounding."""
-
-PROMPTS = [[random.Random(seed).randrange(3, 512) for _ in range(48)] for seed in range(6)]
-
-
 ITEMS = 12
 CHAT = "\"<bos>{{ messages[0]['content'] }}\""
 """A chat template, quoted: the user's words as they are."""
-
-
-@contextmanager
-def _running(*servers: Server) -> Iterator[tuple[Server, ...]]:
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait()
-        yield servers
-    finally:
-        for server in servers:
-            server.stop()
-
-
-Scores = list[list[list[tuple[float, int]]]]
-
-
-def _agreement(one: Scores, other: Scores) -> tuple[int, int, int]:
-    """(positions with a clear winner, those where both servers name the same, all positions)."""
-    pairs = [(p, q) for a, b in zip(one, other, strict=True) for p, q in zip(a, b, strict=True)]
-    clear = [(p, q) for p, q in pairs if p[0][0] - p[1][0] > GAP]
-    return len(clear), sum(p[0][1] == q[0][1] for p, q in clear), len(pairs)
 
 
 @pytest.mark.parametrize(
@@ -63,23 +33,25 @@ def test_folded_names_the_same_tokens_as_stock(
     make: Callable[[Path], Path], layers: int, batched: int, tmp_path: Path
 ) -> None:
     """Both have a routed scale of 2.5, which vLLM's runner would put on the shared part too."""
+    if make is checkpoints.deepseek_v3:
+        pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla", reason="this vLLM has no MLA on CPUs")
     model = make(tmp_path / "model")
     zeroed = checkpoints.without_shared(model, tmp_path / "zeroed")
     common = ("--skip-tokenizer-init", "--max-num-batched-tokens", str(batched), "--max-model-len", "256")
     stock = Server(model, tmp_path / "stock", "stock", common)
     folded = Server(model, tmp_path / "folded", "native", common)
-    with _running(stock, folded):
+    with running(stock, folded):
         expected, found = stock.scores(PROMPTS), folded.scores(PROMPTS)
-    with _running(Server(zeroed, tmp_path / "without", "native", common)) as (without,):
+    with running(Server(zeroed, tmp_path / "without", "native", common)) as (without,):
         negative = without.scores(PROMPTS)
 
-    clear, same, total = _agreement(expected, found)
+    clear, same, total = agreement(expected, found)
     worst = max(abs(p[0][0] - dict((t, s) for s, t in q).get(p[0][1], 0)) for a, b in zip(expected, found, strict=True)
                 for p, q in zip(a, b, strict=True))  # fmt: skip
     print(f"{same}/{clear} clear positions of {total} agree, log probabilities within {worst:.1e}")
     assert clear > 0.7 * total
     assert same == clear
-    changed_clear, changed_same, _ = _agreement(expected, negative)
+    changed_clear, changed_same, _ = agreement(expected, negative)
     assert changed_same < 0.9 * changed_clear, "the shared expert does not matter to this checkpoint"
 
     assert f"foldmoe: folded {layers}/{layers} layers (native {layers}, slot 0), +0 B" in folded.log
@@ -102,7 +74,7 @@ def test_draft_layers_fold_and_count(tmp_path: Path) -> None:
     drafts = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1}))
     stock = Server(model, tmp_path / "stock", "stock", common)
     folded = Server(model, tmp_path / "folded", "native", (*common, *drafts))
-    with _running(stock, folded):
+    with running(stock, folded):
         body = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         answers = [folded.post("v1/completions", {"prompt": prompt, **body}) for prompt in PROMPTS]
         said = [answer["choices"][0]["token_ids"] for answer in answers]
@@ -118,16 +90,17 @@ def test_draft_layers_fold_and_count(tmp_path: Path) -> None:
     assert drafted > 0
     assert len(likeliest) > 0.5 * sum(map(len, said))
     assert all(token == best for token, best in likeliest)
-    assert "foldmoe: folded 2/2 layers (native 2, slot 0), +0 B" in folded.log
-    assert [layer["layer"] for layer in folded.state["layers"]] == [
-        "model.layers.1.mlp.experts",
-        "model.layers.2.mlp.experts",
+    assert "foldmoe: folded 2/2 layers (native 2, slot 0), +0 B, draft layers 1/1" in folded.log
+    assert [(layer["layer"], layer["draft"]) for layer in folded.state["layers"]] == [
+        ("model.layers.1.mlp.experts", False),
+        ("model.layers.2.mlp.experts", True),
     ]
 
 
 def test_tiny_v4_keeps_its_score_in_vllms_own_model_code(tmp_path: Path) -> None:
     """MXFP4 routed and block-FP8 shared experts, hashed and scored layers, a routed scale of 1.5 in the weights."""
-    environment = standins.install(tmp_path / "plugin")
+    pytest.importorskip("vllm.models.deepseek_v4.cpu", reason="this vLLM's DeepSeek-V4 is for GPUs alone")
+    environment = standins.install(tmp_path / "plugin", "standins")
     # Activations in float32: in bf16 both arms round 4e-3 away from each other in every layer, and the filler between
     # the needles has no likely next word, so that hardly a gap would be clear.
     common = f"--dtype float32 --max-model-len 1024 --max-num-seqs 1 --no-enable-prefix-caching --chat-template {CHAT}"
@@ -139,7 +112,7 @@ def test_tiny_v4_keeps_its_score_in_vllms_own_model_code(tmp_path: Path) -> None
         for fold in ("stock", "native")
     }
     asked = items.needle_items(ITEMS, 2026)
-    with _running(*arms.values()):
+    with running(*arms.values()):
         answers = {fold: [_answer(server, item.prompt) for item in asked] for fold, server in arms.items()}
         tokens = [arms["stock"].post("tokenize", {"prompt": item.prompt})["tokens"] for item in asked]
         scores = {fold: server.scores(tokens) for fold, server in arms.items()}
@@ -150,7 +123,7 @@ def test_tiny_v4_keeps_its_score_in_vllms_own_model_code(tmp_path: Path) -> None
         fold: sum(item.is_solved_by(text) for text, item in zip(said, asked, strict=True))
         for fold, said in answers.items()
     }
-    clear, same, total = _agreement(scores["stock"], scores["native"])
+    clear, same, total = agreement(scores["stock"], scores["native"])
     print(f"right answers {right} of {len(asked)}; {same}/{clear} clear positions of {total} agree")
     assert right["stock"] >= 0.9 * len(asked)
     assert right["native"] >= right["stock"] - 1

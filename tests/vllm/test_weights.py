@@ -147,7 +147,15 @@ def test_dummy_weights_miss_nothing_and_are_finite() -> None:
     module.down_proj.weight_scale_inv.data.view(torch.uint8).fill_(255)
     shared = SharedMLP.of(module)
     assert isinstance(shared, SharedMLP)
-    assert shared.take(dummy=True).down.dequantize().isfinite().all()
+    taken = shared.take(dummy=True)
+    assert taken.down.dequantize().isfinite().all()
+    assert torch.equal(taken.gate_up.dequantize(), weights.gate_up.dequantize()), "scales that are numbers stay"
+
+
+def test_dummy_codes_are_the_same_in_every_arm() -> None:
+    """vLLM's dummy loader writes no integers, and its own layers start from zeros."""
+    raw, module = _raw(STORAGES["mxfp4"], 128, 128)
+    assert not raw.take(module).gate_up.dequantize().any()
 
 
 class SiluAndMul(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from foldmoe.integrations.vllm import plugin
 from foldmoe.integrations.vllm.shared import without_zero_tail
 from foldmoe.layer import FoldedMoE
 from foldmoe.moe import ExpertSpec
+from foldmoe.planner import FusionPolicy
 from foldmoe.reference import reference_moe
 from tests.support.cases import assert_close, make_experts, make_layer
 
@@ -93,6 +95,37 @@ def test_each_rank_of_a_vllm_layer_holds_its_true_part(engine: Any, monkeypatch:
     assert decisions == decisions[:1] * RANKS, "ranks agree although they hold different widths"
 
 
+def test_a_slot_keeps_its_width_and_counts_the_zeros(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks hold experts of their own, their parts of one shared expert in a slot each: 2, 2, 1 and no blocks."""
+    from vllm.distributed import get_tp_group
+
+    from tests.vllm.factory import build
+
+    width = 2 * 128
+    routed, shared = make_layer(Format.FP8_128x128, Format.FP8_128x128, EXPERTS, width, 5 * 128, HIDDEN)
+    x, ids = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.randint(0, EXPERTS, (TOKENS, TOP_K))
+    weights = torch.rand(TOKENS, TOP_K)
+    monkeypatch.setattr(plugin.record(), "policy", FusionPolicy("slot"))
+    monkeypatch.setattr(get_tp_group(), "world_size", RANKS)
+    block = ExpertSpec(1, 128, Format.FP8_128x128).nbytes(HIDDEN)
+    for rank, blocks in enumerate((2, 2, 1, 0)):
+        monkeypatch.setattr(get_tp_group(), "rank_in_group", rank)
+        mlp = _loaded_mlp(engine, shared, monkeypatch, e8m0=False)
+        monkeypatch.setattr(get_tp_group(), "rank_in_group", 0)
+        monkeypatch.setattr(get_tp_group(), "world_size", 1)
+        build(routed, mlp, f"slots.{rank}")
+        monkeypatch.setattr(get_tp_group(), "world_size", RANKS)
+        entry = plugin.record().entries[-1]
+        assert entry.plan is not None
+        assert entry.moe is not None
+        assert entry.plan.strategy == "slot"
+        assert entry.slot_zeros == (2 - blocks) * block
+        assert entry.moe.unpack()[1].width == width
+        true = _columns(shared, 256 * rank, 128 * blocks) if blocks else None
+        expected = reference_moe(x, ids, weights, routed, true, activations="fp8")
+        assert_close(entry.moe(x, ids, weights), expected, 6e-3)
+
+
 def _columns(shared: ExpertWeights, start: int, width: int) -> ExpertWeights:
     """Part of the width, cut between blocks."""
     from foldmoe.formats.cutting import cut
@@ -101,22 +134,27 @@ def _columns(shared: ExpertWeights, start: int, width: int) -> ExpertWeights:
     return type(shared).from_parts(gate, up, cut(shared.down, -1, start, width))
 
 
-def _loaded_mlp(engine: Any, shared: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> Any:
+def _loaded_mlp(engine: Any, shared: ExpertWeights, monkeypatch: pytest.MonkeyPatch, e8m0: bool = True) -> Any:
     """vLLM's MLP of DeepSeek-V4 on a GPU, this rank's part loaded by vLLM's own loaders."""
     from vllm.model_executor.layers.quantization import fp8
     from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MLP, DeepseekV4Model
     from vllm.models.deepseek_v4.quant_config import DeepseekV4FP8Config
 
     config = DeepseekV4FP8Config(True, "dynamic", None, [128, 128])
+    config._resolved_expert_dtype = "fp4" if e8m0 else "fp8"  # which decides how vLLM keeps the scales
     with monkeypatch.context() as patch:
         patch.setattr(fp8, "init_fp8_linear_kernel", lambda **_: None)  # a CPU without AMX has none
         patch.setattr(engine, "model_config", SimpleNamespace(dtype=torch.bfloat16))
         mlp = DeepseekV4MLP(HIDDEN, shared.width, "silu", None, config, reduce_results=False, prefix="shared_experts")
+    # A method of the model, later a static one; the quantisation config is all that it looks at.
+    pad = partial(DeepseekV4Model._pad_shared_expert_weight, config)
+    if not isinstance(vars(DeepseekV4Model)["_pad_shared_expert_weight"], staticmethod):
+        pad = partial(DeepseekV4Model._pad_shared_expert_weight, SimpleNamespace(quant_config=config))
     gate, up = shared.gate_and_up()
     for name, number, tensor in (("gate_up_proj", 0, gate), ("gate_up_proj", 1, up), ("down_proj", None, shared.down)):
         linear = getattr(mlp, name)
         for end, stored in (("weight", tensor.values), ("weight_scale_inv", tensor.scales)):
             parameter = getattr(linear, end)
-            padded = DeepseekV4Model._pad_shared_expert_weight(config, f".shared_experts.{name}.{end}", stored[0])
+            padded = pad(f".shared_experts.{name}.{end}", stored[0])
             parameter.weight_loader(parameter, padded.view(parameter.dtype), *([] if number is None else [number]))
     return mlp

@@ -6,6 +6,7 @@ for folding wherever the routed experts allow it, and made anew by vLLM's own me
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from foldmoe.integrations.vllm.shared import SharedMLP
 from foldmoe.integrations.vllm.stored import Storage, routed_storage
 from foldmoe.moe import Activation, ExpertSpec, LayerSpec, Placement
 from foldmoe.planner import LayerPlan, plan_layer
+
+_CPU_ROUTERS = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 
 
 class FoldedRoutedExperts(RoutedExperts):  # type: ignore[misc]
@@ -146,7 +149,7 @@ class FoldedRunner(MoERunner):  # type: ignore[misc]
 
 def _decide(routed: FoldedRoutedExperts, moe: Any, named: dict[str, Any]) -> LayerPlan | tuple[str, ...]:
     """The plan, or why the layer stays with vLLM."""
-    reasons = refusals.of_runner(moe, named)
+    reasons = refusals.of_runner(moe, named, cpu_routers=find_spec(_CPU_ROUTERS) is not None)
     if reasons:
         return reasons
     shared = SharedMLP.of(named["shared_experts"])

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from foldmoe.integrations.vllm import ranks
-from foldmoe.integrations.vllm.shared import without_zero_tail
+from foldmoe.integrations.vllm.shared import without_zero_tail, zero_tail
 from foldmoe.layer import FoldedMoE
 from foldmoe.planner import capability
 
@@ -76,7 +76,9 @@ class FoldedMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is not ins
         plan = self.entry.plan
         assert plan is not None
         routed, shared = self.raw.take(layer), self.shared.take(self.raw.dummy)
-        if plan.strategy != "slot":  # a slot is as wide as the routed experts
+        if plan.strategy == "slot":  # as wide as a routed expert, whatever of it is used
+            self.entry.slot_zeros = _slot_nbytes(plan, zero_tail(shared))
+        else:
             shared = without_zero_tail(shared)
         self.layer = FoldedMoE(
             routed,
@@ -134,6 +136,12 @@ def _with_shared_width(plan: LayerPlan, width: int) -> LayerPlan:
         return plan
     held = replace(local, shared=replace(local.shared, width=width))
     return replace(plan, bytes_after=capability.find(plan.backend).packed_nbytes(held))
+
+
+def _slot_nbytes(plan: LayerPlan, columns: int) -> int:
+    """Bytes of ``columns`` columns of a slot's width, stored as routed experts are."""
+    routed = plan.spec.local(plan.placement).routed
+    return routed.nbytes(plan.spec.hidden) * columns // routed.width
 
 
 RELOAD = (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BYTES = (torch.uint8, torch.int8, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
-_DUMMY_EXPONENT = 120
+_DUMMY_EXPONENT, _NAN = 120, 255
 
 
 @dataclass
@@ -75,7 +75,9 @@ class RawExperts:
             shapes[f"w2_{self.storage.scale_name}"] = blocks.scale_shape(self.hidden, width, self._down_block)
         for name, shape in shapes.items():
             scale = "scale" in name
-            values = torch.empty(self.count, *shape, dtype=self.storage.scale_dtype if scale else dtype)
+            # Zeros for codes as in vLLM's own layers: with dummy weights nobody writes them, in no arm of a comparison.
+            new = torch.zeros if format.packed and not scale else torch.empty
+            values = new(self.count, *shape, dtype=self.storage.scale_dtype if scale else dtype)
             parameter = nn.Parameter(values, requires_grad=False)
             parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
             if scale:
@@ -186,8 +188,14 @@ class RawExperts:
 
 
 def set_dummy_scales(scales: Tensor) -> None:
-    """2^-7 everywhere: vLLM's dummy weights leave scales that are NaN, negative or not set at all."""
-    if scales.element_size() == 1:
-        scales.view(torch.uint8).fill_(_DUMMY_EXPONENT)
+    """2^-7 wherever vLLM's dummy weights left no number; numbers stay, so that stock layers compute with the same ones.
+
+    It writes floating-point parameters alone: what stands in an integer one is chance.
+    """
+    if scales.element_size() > 1:
+        scales.masked_fill_(~scales.isfinite(), 2.0 ** (_DUMMY_EXPONENT - 127))
+    elif scales.dtype == torch.float8_e8m0fnu:
+        found = scales.view(torch.uint8)
+        found.masked_fill_(found == _NAN, _DUMMY_EXPONENT)
     else:
-        scales.fill_(2.0 ** (_DUMMY_EXPONENT - 127))
+        scales.fill_(_DUMMY_EXPONENT)

@@ -38,6 +38,8 @@ class Entry:
         moe: the packed layer, once loaded.
         loaded: its weights are there.
         shared_stream: vLLM runs the shared expert of this layer on a second stream; None where it has none.
+        draft: it belongs to a draft model (MTP).
+        slot_zeros: bytes of the slot that hold nothing but the zeros behind this rank's part of the shared expert.
     """
 
     name: str
@@ -46,6 +48,12 @@ class Entry:
     moe: FoldedMoE | None = None
     loaded: bool = False
     shared_stream: bool | None = None
+    draft: bool = False
+    slot_zeros: int = 0
+
+    @property
+    def folded(self) -> bool:
+        return self.plan is not None and self.plan.folded
 
     @property
     def arm(self) -> str:
@@ -54,21 +62,20 @@ class Entry:
     @property
     def line(self) -> str | None:
         """For the log, where the layer does not fold."""
-        if self.plan is not None and self.plan.folded:
+        if self.folded:
             return None
         reasons = self.reasons if self.plan is None else self.plan.reasons
-        return f"foldmoe: {self.name}: {self.arm}: {'; '.join(reasons)}"
+        return f"foldmoe: {self.name}{' (draft)' if self.draft else ''}: {self.arm}: {'; '.join(reasons)}"
 
     def decision(self) -> dict[str, Any]:
         """What all ranks must agree on."""
         return {"layer": self.name, "arm": "stock"} if self.plan is None else self.plan.decision()
 
     def as_dict(self) -> dict[str, Any]:
-        if self.plan is None:
-            return {"layer": self.name, "arm": "stock", "strategy": "serial", "backend": "stock"} | {
-                "reasons": list(self.reasons)
-            }
-        return self.plan.as_dict()
+        facts: dict[str, Any] = {"layer": self.name, "arm": "stock", "strategy": "serial", "backend": "stock"}
+        facts["reasons"] = list(self.reasons)
+        facts = facts if self.plan is None else self.plan.as_dict()
+        return {**facts, "draft": self.draft, "slot_zeros": self.slot_zeros}
 
 
 @dataclass
@@ -92,6 +99,8 @@ class Record:
     kv_blocks: int | None = None
 
     def enter(self, entry: Entry) -> Entry:
+        """Add a layer. vLLM builds a draft model once all of the main one is loaded, and gives no other sign of it."""
+        entry.draft = self.complete or any(earlier.draft for earlier in self.entries)
         self.entries.append(entry)
         return entry
 
@@ -135,7 +144,15 @@ class Record:
             f"foldmoe: folded {native + slot}/{len(self.entries)} layers (native {native}, slot {slot}), "
             f"{self.extra_bytes:+,} B"
         )
-        return [summary, *(line for entry in self.entries if (line := entry.line))]
+        if drafts := [entry for entry in self.entries if entry.draft]:
+            summary += f", draft layers {sum(entry.folded for entry in drafts)}/{len(drafts)}"
+        lines = [summary, *(line for entry in self.entries if (line := entry.line))]
+        if zeros := sum(entry.slot_zeros for entry in self.entries):
+            lines.append(
+                f"foldmoe: slots hold {zeros:,} B of zeros that vLLM put behind this rank's part of the shared expert: "
+                "a slot is as wide as a routed expert; FOLDMOE_FOLD=native does not keep them"
+            )
+        return lines
 
     def agree(self, transport: Transport) -> None:
         """Compare decisions over the ranks that share the layers.
@@ -169,7 +186,10 @@ class Record:
             "layers_folded": self.count("native") + self.count("slot"),
             "native": self.count("native"),
             "slot": self.count("slot"),
+            "draft_total": sum(entry.draft for entry in self.entries),
+            "draft_folded": sum(entry.draft and entry.folded for entry in self.entries),
             "extra_bytes": self.extra_bytes,
+            "slot_zeros": sum(entry.slot_zeros for entry in self.entries),
             "moe_bytes": sum(entry.moe.memory()["weights"] for entry in self.entries if entry.moe is not None),
             "model_load_bytes": self.model_load_bytes,
             "workspace_bytes": max(workspaces, default=0),

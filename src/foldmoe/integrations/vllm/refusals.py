@@ -9,6 +9,9 @@ import torch
 EXCHANGES = ("allgather_reducescatter", "naive")
 """vLLM's all-to-all backends whose dispatch is an all-gather and whose combine is a reduce-scatter."""
 
+PLAIN_ROUTERS = ("GroupedTopKRouter", "CustomRoutingRouter", "RoutingSimulatorRouter")
+"""vLLM's routers that are torch expressions in every version."""
+
 
 def of_routed(moe: Any, engine: Any, routed: dict[str, Any]) -> tuple[str, ...]:
     """What stands against the routed experts.
@@ -68,12 +71,13 @@ def _activation(moe: Any) -> list[str]:
     return []
 
 
-def of_runner(moe: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
+def of_runner(moe: Any, kwargs: dict[str, Any], *, cpu_routers: bool) -> tuple[str, ...]:
     """What stands against the layer as a whole.
 
     Args:
         moe: vLLM's ``FusedMoEConfig``.
         kwargs: keyword arguments of ``MoERunner``.
+        cpu_routers: whether all of vLLM's routers run on a CPU; 0.25.1 has GPU kernels alone for most.
     """
     found = []
     if kwargs.get("shared_experts") is None:
@@ -82,7 +86,10 @@ def of_runner(moe: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
         found.append("routed experts work in a latent space, the shared expert does not")
     if kwargs.get("shared_expert_gate") is not None:
         found.append("vLLM fused the shared expert's gate with the router")
-    if type(kwargs.get("router")).__name__ == "ZeroExpertRouter":
+    router = type(kwargs.get("router")).__name__
+    if torch.device(moe.device).type == "cpu" and not cpu_routers and router not in PLAIN_ROUTERS:
+        found.append("this vLLM routes on CPUs inside its own experts alone")
+    if router == "ZeroExpertRouter":
         found.append("the router has zero experts")
     if moe.in_dtype == torch.float16 and kwargs.get("routed_scaling_factor", 1.0) != 1.0:
         found.append("in float16 vLLM divides the residual stream by the routed scaling factor; use bfloat16")

@@ -101,26 +101,35 @@ class SharedMLP:
         return weight.data[None], None if scales is None else scales.data[None]
 
 
-def without_zero_tail(shared: ExpertWeights) -> ExpertWeights:
-    """The same expert without the blocks of its width, counted from the end, whose gate, up and down are all zero.
+def zero_tail(shared: ExpertWeights) -> int:
+    """Columns of the width, counted from the end in whole blocks, whose gate, up and down are all zero.
 
     vLLM rounds a rank's part of a block-FP8 shared expert up to whole blocks and gives the last ranks zeros: 24 blocks
     over 16 ranks are 2 on each of the first 12 and none on the others. act(0, 0) = 0, so they add nothing.
-    One block is kept where all are zero, since a layer has a shared expert on every rank or on none.
 
     Args:
-        shared: ``[1, ...]``. Returned as it is if it ends in no block of zeros, or is not stored in whole FP8 blocks.
+        shared: ``[1, ...]``. 0 if it is not stored in whole FP8 blocks.
     """
-    count, rest = divmod(shared.width, shared.format.block[0])
+    rows = shared.format.block[0]
+    count, rest = divmod(shared.width, rows)
     if not shared.format.fp8 or rest:
-        return shared
+        return 0
     gate, up = (half.values.view(torch.uint8).unflatten(1, (count, -1)) for half in shared.gate_and_up())
     down = shared.down.values.view(torch.uint8).unflatten(2, (count, -1))
     used = (gate != 0).any((0, 2, 3)) | (up != 0).any((0, 2, 3)) | (down != 0).any((0, 1, 3))
-    kept = max([0, *used.nonzero().flatten().tolist()]) + 1
-    if kept == count:
+    kept = int(used.nonzero().max()) + 1 if used.any() else 0
+    return (count - kept) * rows
+
+
+def without_zero_tail(shared: ExpertWeights) -> ExpertWeights:
+    """The same expert without its :func:`zero_tail`; as it is where there is none.
+
+    One block is kept where all are zero, since a layer has a shared expert on every rank or on none.
+    """
+    tail = min(zero_tail(shared), shared.width - shared.format.block[0])
+    if tail <= 0:
         return shared
-    narrow = shared.unpadded(kept * shared.format.block[0])
+    narrow = shared.unpadded(shared.width - tail)
     assert narrow.down.scales is not None
     # Copies: a view would hold on to the zeros.
     down_part = replace(narrow.down, values=narrow.down.values.contiguous(), scales=narrow.down.scales.contiguous())

@@ -1,0 +1,111 @@
+"""Real servers of two ranks with experts spread over them (expert parallelism), on this CPU; ``-m slow`` runs these.
+
+vLLM's CPU groups lack the exchange of uneven rows, which ``standin_groups`` adds. Its own CPU experts read past their
+weights with expert parallelism (``cpu_fused_moe`` takes no expert map), so the stock side is a server of one rank.
+"""
+
+from __future__ import annotations
+
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from foldmoe.evaluate import items
+from foldmoe.evaluate.skills import TINY_V4
+from tests.vllm import checkpoints, standins
+from tests.vllm.agreement import PROMPTS, Scores, agreement, running
+from tests.vllm.server import Server
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("vllm.model_executor", reason="vLLM is not in this environment; make test-vllm has one of its own")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+DATA_PARALLEL = ("--data-parallel-size", "2", "--enable-expert-parallel", "--api-server-count", "1")
+TENSOR_PARALLEL = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
+
+
+def _uneven(server: Server, prompts: list[list[int]]) -> Scores:
+    """Rank 0 answers all but the last prompt while rank 1 answers that one; the other is idle before and after."""
+    with ThreadPoolExecutor(2) as pool:
+        many = pool.submit(server.scores, prompts[:-1], rank=0)
+        one = pool.submit(server.scores, prompts[-1:], rank=1)
+        found = many.result() + one.result()
+    again = server.scores(prompts[:1], rank=1)
+    assert agreement(found[:1], again)[0] == agreement(found[:1], again)[1], "a prompt is answered alike by both ranks"
+    return found
+
+
+def _loaded_alike(server: Server, layers: int, words: str, names: tuple[str, str]) -> None:
+    """Each rank's log line and state file, and one digest."""
+    line = f"foldmoe: folded {layers}/{layers} layers ({words})"
+    for name in names:
+        assert any(name in row and line in row for row in server.log.splitlines()), f"{name} logged no {line!r}"
+    states = [server.state_of(rank) for rank in (0, 1)]
+    assert [(state["rank"], state["world_size"], state["complete"]) for state in states] == [(0, 2, True), (1, 2, True)]
+    assert states[0]["digest"] == states[1]["digest"]
+    assert states[0]["moe_bytes"] == states[1]["moe_bytes"] > 0
+
+
+@pytest.mark.parametrize("how", [DATA_PARALLEL, TENSOR_PARALLEL], ids=["data", "tensor"])
+def test_two_ranks_name_the_same_tokens_as_stock(how: tuple[str, ...], tmp_path: Path) -> None:
+    """GLM in bf16, a routed scale of 2.5; without its shared expert it answers otherwise."""
+    model = checkpoints.glm(tmp_path / "model")
+    zeroed = checkpoints.without_shared(model, tmp_path / "zeroed")
+    environment = standins.install(tmp_path / "plugin", "standin_groups")
+    common = ("--skip-tokenizer-init", "--max-num-batched-tokens", "512", "--max-model-len", "256")
+    data = how is DATA_PARALLEL
+    stock = Server(model, tmp_path / "stock", "stock", common)
+    folded = Server(model, tmp_path / "folded", "native", (*common, *how), environment)
+    with running(stock, folded):
+        expected = stock.scores(PROMPTS)
+        found = _uneven(folded, PROMPTS) if data else folded.scores(PROMPTS)
+    with running(Server(zeroed, tmp_path / "without", "native", (*common, *how), environment)) as (without,):
+        negative = without.scores(PROMPTS)
+    clear, same, total = agreement(expected, found)
+    changed_clear, changed_same, _ = agreement(expected, negative)
+    print(f"{same}/{clear} clear positions of {total} agree; without the shared expert {changed_same}/{changed_clear}")
+    assert clear > 0.7 * total
+    assert same == clear
+    assert changed_same < 0.9 * changed_clear, "the shared expert does not matter to this checkpoint"
+    names = ("Worker_DP0_EP0", "Worker_DP1_EP1") if data else ("Worker_TP0_EP0", "Worker_TP1_EP1")
+    _loaded_alike(folded, 1, "native 1, slot 0", names)
+
+
+@pytest.mark.parametrize("fold", ["native", "slot"])
+def test_tiny_v4_over_two_data_parallel_ranks(fold: str, tmp_path: Path) -> None:
+    """MXFP4 routed experts, 8 a rank, hashed layers among them; the slot fold lowers the FP8 shared expert to MXFP4.
+
+    Two ranks say what one says: native that of vLLM's stock layers, the slot fold that of a slot on one rank, whose
+    shared expert lost the same precision. Either finds the needles.
+    """
+    single = standins.install(tmp_path / "single", "standins")
+    both = standins.install(tmp_path / "both", "standins", "standin_groups")
+    lowered = {"FOLDMOE_ALLOW_REQUANTIZE": "1"} if fold == "slot" else {}
+    common = shlex.split("--dtype float32 --max-model-len 1024 --max-num-seqs 1 --no-enable-prefix-caching")
+    common += shlex.split("--tokenizer-mode hf")
+    one = Server(TINY_V4, tmp_path / "one", "stock" if fold == "native" else fold, tuple(common), {**single, **lowered})
+    two = Server(TINY_V4, tmp_path / "two", fold, (*common, *DATA_PARALLEL), {**both, **lowered})
+    asked = items.needle_items(6, 2026)
+    with running(one, two):
+        tokens = [one.post("tokenize", {"prompt": item.prompt})["tokens"] for item in asked]
+        expected, found = one.scores(tokens), _uneven(two, tokens)
+        body = {"max_tokens": 10, "temperature": 0}
+        texts = [
+            two.post("v1/completions", {"prompt": item.prompt, **body}, rank=number % 2)["choices"][0]["text"]
+            for number, item in enumerate(asked)
+        ]
+    right = sum(item.is_solved_by(text) for text, item in zip(texts, asked, strict=True))
+    clear, same, total = agreement(expected, found)
+    print(f"{fold}: {right} of {len(asked)} needles; {same}/{clear} clear positions of {total} agree with one rank")
+    assert right >= len(asked) - 1
+    assert same >= 0.995 * clear  # a value on the edge of two E4M3 numbers still falls to either side
+    counts = "native 5, slot 0" if fold == "native" else "native 0, slot 5"
+    _loaded_alike(two, 5, counts, ("Worker_DP0_EP0", "Worker_DP1_EP1"))
+    state = two.state_of(1)
+    assert state["extra_bytes"] == (0 if fold == "native" else -230_430)
+    # What the FP8 shared expert took is given back: a rank holds no more than its packed layers.
+    assert state["moe_bytes"] == sum(layer["bytes_after"] for layer in state["layers"])
