@@ -10,6 +10,7 @@ from foldmoe.backends.hopper import heuristics
 pytest.importorskip("triton", reason="NOT CHECKED: compiling the Hopper launch needs triton (pip install foldmoe[gpu])")
 from tests.hopper import offline
 
+TOKEN = heuristics.Geometry(4096, 16, 16, 16, 16, 16, 16, 1, 10.0, 10.0, token_scales=True)
 FLASH = heuristics.Geometry(4096, 16, 16, 16, 16, 16, 16, 1, 10.0, 10.0)
 V41 = heuristics.Geometry(5120, 18, 20, 18, 20, 18, 18, 4, 10.0, 10.0)
 ALONE = heuristics.Geometry(512, 3, 2, 0, 0, 3, 0, 0, inf, inf)
@@ -18,8 +19,13 @@ FINE = heuristics.Geometry(5120, 18, 20, 18, 20, 18, 18, 4, inf, inf, routed="fp
 BF16 = heuristics.Geometry(4096, 11, 16, 11, 16, 22, 22, 0, inf, inf, routed="bf16")
 FP8_ALONE = heuristics.Geometry(512, 3, 2, 0, 0, 3, 0, 0, inf, inf, routed="fp8", routed_groups=1)
 
-SPILLED = {(8, 16): 64, (8, 32): 24, (16, 8): 96, (16, 16): 48, (16, 32): 24, (128, 64): 116, (128, 128): 44}
+SPILLED = {
+    (8, 16): 48, (8, 32): 24, (16, 8): 96, (16, 32): 24, (64, 64): 8, (64, 128): 48, (128, 64): 336, (128, 128): 452
+}  # fmt: skip
 """Bytes a thread spills outside its K loops, once a tile, as measured with Triton 3.6; others none. A known cost."""
+
+RELOADED = {(128, 128): 6}
+"""Reads of spilled words in all K loops together: addresses that a step begins with. 192 registers hold sums."""
 
 
 def every(geometry):
@@ -33,6 +39,12 @@ def every(geometry):
     return list(found.values())
 
 
+def name(config):
+    g = config.geometry
+    scales = "-token" if g.token_scales else ""
+    return f"{g.routed}{scales}-{g.hidden}-{config.tokens}-{config.shared_tokens}-{config.warpgroups}"
+
+
 SPILLED_FP8 = {(128, 128): 116}
 """The same where routed experts are FP8 or bf16."""
 
@@ -42,8 +54,12 @@ def check(config):
     g = config.geometry
     assert found.shared <= 232448
     assert not found.warnings, "ptxas serialised wgmma or ignored setmaxnreg"
-    assert found.loop_spills == 0, found
-    if g.quantised:
+    assert found.loop_spills <= (
+        RELOADED.get((config.tokens, config.shared_tokens), 0) if g.routed == "mxfp4" else 0
+    ), found
+    if g.token_scales:
+        assert found.waits * 4 < found.products, found
+    elif g.quantised:
         assert found.waits * 4 == found.products or 4 in (g.scale_groups, g.routed_groups), found
     else:
         assert found.waits * 4 * config.units == found.products, found  # a unit's step is four products
@@ -81,8 +97,8 @@ def test_products_of_one_step_stay_loops():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "config",
-    [*every(FLASH), *every(V41), *every(V3), *every(FINE), *every(BF16)],
-    ids=lambda c: f"{c.geometry.routed}-{c.geometry.hidden}-{c.tokens}-{c.shared_tokens}-{c.warpgroups}",
+    [*every(FLASH), *every(TOKEN), *every(V41), *every(V3), *every(FINE), *every(BF16)],
+    ids=name,
 )
 def test_every_choice_compiles(config):
     check(config)

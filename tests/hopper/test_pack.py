@@ -77,7 +77,7 @@ def test_threads_decode_exactly(experts, rows, columns, interleave):
     codes, scales = routed(experts, rows, columns, seed=1)
     packed = pack.pack_mxfp4(codes, scales, interleave)
     dense = emulate.dequantise_mxfp4(codes, scales)
-    order = pack.row_order(rows, interleave)
+    order = pack.row_order(rows, interleave, permuted=True)
     for e in range(experts):
         decoded = emulate.decode_units(packed, e)
         want = torch.zeros(packed.blocks * 256, packed.steps * 128, dtype=torch.float64)

@@ -40,8 +40,12 @@ def padded(columns: int) -> int:
     return -(-columns // 128) * 128
 
 
-def row_order(rows: int, interleaved: bool, device: torch.device | str = "cpu") -> Tensor:
-    """Source row of every packed row; ``rows`` where there is none (zeros)."""
+def row_order(rows: int, interleaved: bool, device: torch.device | str = "cpu", *, permuted: bool = False) -> Tensor:
+    """Source row of every packed row; ``rows`` where there is none (zeros).
+
+    ``permuted``: the features of an interleaved block come in :func:`column_order`, so that a unit's lie side by side
+    in a hidden vector that is stored in that order: 32 bytes a token, a whole sector of memory.
+    """
     blocks = row_blocks(rows)
     packed = torch.arange(blocks * 256, device=device)
     if not interleaved:
@@ -49,6 +53,8 @@ def row_order(rows: int, interleaved: bool, device: torch.device | str = "cpu") 
     width = rows // 2
     group, lane = packed // 8, packed % 8
     feature = group // 2 * 8 + lane
+    if permuted:
+        feature = feature // 128 * 128 + column_order().to(device)[feature % 128]
     return torch.where(feature < width, feature + group % 2 * width, torch.full_like(packed, rows))
 
 
@@ -128,7 +134,7 @@ def pack_mxfp4(
     columns = half * 2
     blocks, steps = row_blocks(rows), padded(columns) // 128
     device = codes.device
-    order = row_order(rows, gate_up_interleave, device)
+    order = row_order(rows, gate_up_interleave, device, permuted=True)
     exact = blocks * 256 == rows and steps * 128 == columns
     reuse = consume and exact and in_place(codes) and in_place(scales)
     size = blocks * steps * 4
@@ -171,7 +177,7 @@ def unpack_mxfp4(packed: PackedRouted) -> tuple[Tensor, Tensor]:
     experts, rows, columns = packed.shape
     blocks, steps = packed.blocks, packed.steps
     device = packed.codes.device
-    order = row_order(rows, packed.interleaved, device)
+    order = row_order(rows, packed.interleaved, device, permuted=True)
     codes = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(experts, rows, columns // 32, dtype=torch.uint8, device=device)
     keep = order < rows

@@ -30,18 +30,13 @@ def swiglu(acc, LIMIT: gl.constexpr, NT: gl.constexpr):
 
 
 @gluon.jit
-def _store_hidden(hidden, h, row, rows, column, inverse, NT: gl.constexpr, ROUTED: gl.constexpr, C: gl.constexpr):
-    """32 features of a block from ``column`` on; a routed MXFP4 tile's in the order of ``column_order``."""
+def _store_hidden(hidden, h, row, rows, column, inverse, NT: gl.constexpr, C: gl.constexpr):
+    """32 features of a block from ``column`` on."""
     HL: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     q = gl.convert_layout((hidden * inverse.expand_dims(0)).to(gl.float8e4nv), HL)
     token = gl.arange(0, NT, gl.SliceLayout(0, HL))
     feature = gl.arange(0, 32, gl.SliceLayout(1, HL))
-    if ROUTED:
-        place = column // 128 * 128 + column % 128 // 32 * 4
-        place += feature // 8 * 32 + feature // 4 % 2 * 16 + feature % 4
-    else:
-        place = column + feature
-    at = h + (row + token).to(gl.int64).expand_dims(0) * C.geometry.h_stride + place.expand_dims(1)
+    at = h + (row + token).to(gl.int64).expand_dims(0) * C.geometry.h_stride + (column + feature).expand_dims(1)
     gl.store(at, q, mask=(token < rows).expand_dims(0))
 
 
@@ -57,7 +52,6 @@ def finish_up(
     amax_bufs,
     amax_full,
     NT: gl.constexpr,
-    ROUTED: gl.constexpr,
     LAST: gl.constexpr,
     WG: gl.constexpr,
     C: gl.constexpr,
@@ -87,9 +81,9 @@ def finish_up(
     scale = ((power + 127) << 23).to(gl.float32, bitcast=True)
     inverse = ((127 - power) << 23).to(gl.float32, bitcast=True)
     column = block * 128 + WG * 32
-    _store_hidden(parts[0], h, row, rows, column, inverse, NT, ROUTED, C)
+    _store_hidden(parts[0], h, row, rows, column, inverse, NT, C)
     if C.units == 2:
-        _store_hidden(parts[1], h, row, rows, column + 64, inverse, NT, ROUTED, C)
+        _store_hidden(parts[1], h, row, rows, column + 64, inverse, NT, C)
     if WG == 0:
         token = gl.arange(0, NT, scale.type.layout)
         gl.store(hs + block.to(gl.int64) * row_capacity + row + token, scale, mask=token < rows)

@@ -76,7 +76,7 @@ def _fp4_tile(
                 parts = (hidden,)
             else:
                 parts = (hidden, swiglu(scaled(acc1, scale + WGS * 64, at, True), g.limit4, NT))
-            turn = finish_up(parts, out, first, rows, column, counter, turn, amax, amax_full, NT, True, True, WG, C)
+            turn = finish_up(parts, out, first, rows, column, counter, turn, amax, amax_full, NT, True, WG, C)
         else:
             first, column = late(row), late(block)
             scale = rs1 + (expert * g.up4 + column) * 256 + WG * 64
@@ -98,7 +98,6 @@ def _fp4_tile(
                     amax,
                     amax_full,
                     WIDTH,
-                    True,
                     i == GROUPS - 1,
                     WG,
                     C,
@@ -136,16 +135,12 @@ def _shared_tile(tile, steps, out, slot, phase, turn, ring, kept, amax, amax_ful
         if up:
             hidden = swiglu(acc, g.limit8, NT)
             if UNITS == 1:
-                turn = finish_up(
-                    (hidden,), out, first, rows, column, counter, turn, amax, amax_full, NT, False, True, WG, C
-                )
+                turn = finish_up((hidden,), out, first, rows, column, counter, turn, amax, amax_full, NT, True, WG, C)
             elif unit == 0:
                 kept.index(WG).slice(0, NT, 1).store(hidden)
             else:
                 parts = (kept.index(WG).slice(0, NT, 1).load(hidden.type.layout), hidden)
-                turn = finish_up(
-                    parts, out, first, rows, column, counter, turn, amax, amax_full, NT, False, True, WG, C
-                )
+                turn = finish_up(parts, out, first, rows, column, counter, turn, amax, amax_full, NT, True, WG, C)
         else:
             finish_down(acc, out, first, rows, (column * WGS + WG) * 64, C)
     return slot, phase, turn

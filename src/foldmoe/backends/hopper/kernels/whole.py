@@ -229,7 +229,6 @@ def whole_tile(
                     amax,
                     amax_full,
                     WIDTH,
-                    False,
                     i == GROUPS - 1,
                     WG,
                     C,
