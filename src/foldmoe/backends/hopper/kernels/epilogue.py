@@ -107,12 +107,66 @@ def finish_down(acc, out, row, rows, first, C: gl.constexpr):
 
 
 @gluon.jit
-def scaled(acc, scale, tokens, BY_TOKEN: gl.constexpr):
-    """Times each row's reference exponent (a power of two) and, BY_TOKEN, each token's scale."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-    acc = acc * gl.load(scale + row).expand_dims(1)
+def _scaled(acc, scales, unit_row, first, rows, BY_ROW: gl.constexpr, BY_TOKEN: gl.constexpr):
+    """BY_ROW: times each row's reference exponent (a power of two). BY_TOKEN: times each token's scale."""
+    by_row, by_token = scales
+    if BY_ROW:
+        row = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+        acc = acc * gl.load(by_row + unit_row + row).expand_dims(1)
     if BY_TOKEN:
-        xs, first, rows = tokens
         token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-        acc = acc * gl.load(xs + first + token, mask=token < rows, other=0.0).expand_dims(0)
+        acc = acc * gl.load(by_token + first + token, mask=token < rows, other=0.0).expand_dims(0)
     return acc
+
+
+@gluon.jit
+def finish_up_tile(
+    sums,
+    scales,
+    out,
+    first,
+    rows,
+    column,
+    counter,
+    turn,
+    amax,
+    amax_full,
+    LIMIT: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BY_ROW: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
+    WG: gl.constexpr,
+    C: gl.constexpr,
+):
+    """An up tile's sums, unit after unit of each group of WIDTH tokens, to hidden vectors.
+
+    Args:
+        scales: this warpgroup's first row's and the tokens', see ``_scaled``; read where BY_ROW and BY_TOKEN say so.
+    """
+    UNITS: gl.constexpr = C.units
+    GROUPS: gl.constexpr = len(sums) // UNITS
+    for i in gl.static_range(GROUPS):
+        at = first + i * WIDTH
+        left = rows - i * WIDTH
+        hidden = swiglu(_scaled(sums[i * UNITS], scales, 0, at, left, BY_ROW, BY_TOKEN), LIMIT, WIDTH)
+        if UNITS == 1:
+            parts = (hidden,)
+        else:
+            other = _scaled(sums[2 * i + 1], scales, C.warpgroups * 64, at, left, BY_ROW, BY_TOKEN)
+            parts = (hidden, swiglu(other, LIMIT, WIDTH))
+        turn = finish_up(parts, out, at, left, column, counter, turn, amax, amax_full, WIDTH, i == GROUPS - 1, WG, C)
+    return turn
+
+
+@gluon.jit
+def finish_down_tile(
+    sums, scales, out, first, rows, column, WIDTH: gl.constexpr, BY_ROW: gl.constexpr, WG: gl.constexpr, C: gl.constexpr
+):
+    """A down tile's sums, likewise, to down products."""
+    UNITS: gl.constexpr = C.units
+    for i in gl.static_range(len(sums) // UNITS):
+        for unit in gl.static_range(UNITS):
+            acc = _scaled(sums[i * UNITS + unit], scales, unit * C.warpgroups * 64, first, rows, BY_ROW, False)
+            finish_down(
+                acc, out, first + i * WIDTH, rows - i * WIDTH, column * 256 + (unit * C.warpgroups + WG) * 64, C
+            )

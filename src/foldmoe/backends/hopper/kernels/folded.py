@@ -42,7 +42,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from foldmoe.backends.hopper.kernels.copies import tokens_producer, weights_producer
-from foldmoe.backends.hopper.kernels.epilogue import finish_down, finish_up, scaled, swiglu
+from foldmoe.backends.hopper.kernels.epilogue import (
+    finish_down,
+    finish_down_tile,
+    finish_up,
+    finish_up_tile,
+    swiglu,
+)
 from foldmoe.backends.hopper.kernels.products import fp4_chain, fp4_product, fp8_product, late
 from foldmoe.backends.hopper.kernels.tickets import HEAD, TICKETS, after_prologue, locate, read_head, receive
 from foldmoe.backends.hopper.kernels.whole import whole_tile
@@ -56,67 +62,45 @@ def _fp4_tile(
     with one a case stalled a fifth of its time on instruction fetches).
     """
     g: gl.constexpr = C.geometry
-    WGS: gl.constexpr = C.warpgroups
-    UNITS: gl.constexpr = C.units
     WIDTH: gl.constexpr = min(NT, C.columns)
-    GROUPS: gl.constexpr = NT // WIDTH
     up, expert, block, row, rows, counter = tile
     k_up, k_down4, _k_down8 = steps
     rs1, rs2, xs = rs
     if not g.token_scales:
         sums, slot, phase = fp4_product(gl.where(up, k_up, k_down4), slot, phase, ring, NT, WG, C)
     if up:
+        # One group of all columns where the tensor core has summed all of K.
         if g.token_scales:
-            acc0, acc1, slot, phase = fp4_chain(k_up, slot, phase, ring, NT, WG, C)
-            first, column = late(row), late(block)
-            scale = rs1 + (expert * g.up4 + column) * 256 + WG * 64
-            at = (xs, first, rows)
-            hidden = swiglu(scaled(acc0, scale, at, True), g.limit4, NT)
-            if UNITS == 1:
-                parts = (hidden,)
-            else:
-                parts = (hidden, swiglu(scaled(acc1, scale + WGS * 64, at, True), g.limit4, NT))
-            turn = finish_up(parts, out, first, rows, column, counter, turn, amax, amax_full, NT, True, WG, C)
+            up_sums, slot, phase = fp4_chain(k_up, slot, phase, ring, NT, WG, C)
         else:
-            first, column = late(row), late(block)
-            scale = rs1 + (expert * g.up4 + column) * 256 + WG * 64
-            for i in gl.static_range(GROUPS):
-                at = (xs, first + i * WIDTH, rows - i * WIDTH)
-                hidden = swiglu(scaled(sums[i * UNITS], scale, at, False), g.limit4, WIDTH)
-                if UNITS == 1:
-                    parts = (hidden,)
-                else:
-                    parts = (hidden, swiglu(scaled(sums[2 * i + 1], scale + WGS * 64, at, False), g.limit4, WIDTH))
-                turn = finish_up(
-                    parts,
-                    out,
-                    first + i * WIDTH,
-                    rows - i * WIDTH,
-                    column,
-                    counter,
-                    turn,
-                    amax,
-                    amax_full,
-                    WIDTH,
-                    i == GROUPS - 1,
-                    WG,
-                    C,
-                )
+            up_sums = sums
+        UP_WIDTH: gl.constexpr = NT if g.token_scales else WIDTH
+        first, column = late(row), late(block)
+        scales = (rs1 + (expert * g.up4 + column) * 256 + WG * 64, xs)
+        turn = finish_up_tile(
+            up_sums,
+            scales,
+            out,
+            first,
+            rows,
+            column,
+            counter,
+            turn,
+            amax,
+            amax_full,
+            g.limit4,
+            UP_WIDTH,
+            True,
+            g.token_scales,
+            WG,
+            C,
+        )
     else:
         if g.token_scales:
             sums, slot, phase = fp4_product(k_down4, slot, phase, ring, NT, WG, C)
         first, column = late(row), late(block)
-        scale = rs2 + (expert * g.down4 + column) * 256 + WG * 64
-        for i in gl.static_range(GROUPS):
-            for unit in gl.static_range(UNITS):
-                finish_down(
-                    scaled(sums[i * UNITS + unit], scale + unit * WGS * 64, (xs, first, rows), False),
-                    out,
-                    first + i * WIDTH,
-                    rows - i * WIDTH,
-                    column * 256 + (unit * WGS + WG) * 64,
-                    C,
-                )
+        scales = (rs2 + (expert * g.down4 + column) * 256 + WG * 64, xs)
+        finish_down_tile(sums, scales, out, first, rows, column, WIDTH, True, WG, C)
     return slot, phase, turn
 
 

@@ -215,7 +215,10 @@ def fp4_chain(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: g
         mbarrier.arrive(empty.index(slot), count=1)
         mbarrier.arrive(empty.index(slot1), count=1)
         slot, phase = advance(slot1, phase1, ST)
-    return acc0, acc1, slot, phase
+    if C.units == 1:
+        return (acc0,), slot, phase
+    else:
+        return (acc0, acc1), slot, phase
 
 
 @gluon.jit

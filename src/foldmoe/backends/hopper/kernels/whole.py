@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from foldmoe.backends.hopper.kernels.epilogue import barrier, finish_down, finish_up, swiglu
+from foldmoe.backends.hopper.kernels.epilogue import barrier, finish_down_tile, finish_up_tile, swiglu
 from foldmoe.backends.hopper.kernels.products import accumulator, group_scales, late
 from foldmoe.backends.hopper.kernels.tickets import advance
 
@@ -171,12 +171,25 @@ def _store_plain(hidden, out, row, rows, column, NT: gl.constexpr, C: gl.constex
 
 
 @gluon.jit
-def _finish_plain(parts, out, row, rows, block, counter, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def _finish_plain(
+    sums,
+    out,
+    row,
+    rows,
+    block,
+    counter,
+    LIMIT: gl.constexpr,
+    NT: gl.constexpr,
+    WG: gl.constexpr,
+    C: gl.constexpr,
+):
     """A warpgroup's part of a bf16 block of the hidden vector: no scale makes it wait for the others."""
     _h, _hs, done, _row_capacity, _d = out
     UNITS: gl.constexpr = C.units
     for unit in gl.static_range(UNITS):
-        _store_plain(parts[unit], out, row, rows, block * 128 + (unit * C.warpgroups + WG) * 32, NT, C)
+        _store_plain(
+            swiglu(sums[unit], LIMIT, NT), out, row, rows, block * 128 + (unit * C.warpgroups + WG) * 32, NT, C
+        )
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [block], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -203,45 +216,33 @@ def whole_tile(
     C: gl.constexpr,
 ):
     """One tile; KG is 0 for bf16. The producers, not this code, know which expert it is of."""
-    UNITS: gl.constexpr = C.units
     WIDTH: gl.constexpr = NT if KG == 0 else min(NT, 64)
-    GROUPS: gl.constexpr = NT // WIDTH
     up, _expert, block, row, rows, counter = tile
     sums, slot, phase = _product(gl.where(up, k_up, k_down), slot, phase, ring, KG, NT, WG, C)
     first, column = late(row), late(block)
+    none = (0, 0)
     if up:
-        for i in gl.static_range(GROUPS):
-            if UNITS == 1:
-                parts = (swiglu(sums[i], LIMIT, WIDTH),)
-            else:
-                parts = (swiglu(sums[2 * i], LIMIT, WIDTH), swiglu(sums[2 * i + 1], LIMIT, WIDTH))
-            if KG == 0:
-                _finish_plain(parts, out, first, rows, column, counter, WIDTH, WG, C)
-            else:
-                turn = finish_up(
-                    parts,
-                    out,
-                    first + i * WIDTH,
-                    rows - i * WIDTH,
-                    column,
-                    counter,
-                    turn,
-                    amax,
-                    amax_full,
-                    WIDTH,
-                    i == GROUPS - 1,
-                    WG,
-                    C,
-                )
+        if KG == 0:
+            _finish_plain(sums, out, first, rows, column, counter, LIMIT, NT, WG, C)
+        else:
+            turn = finish_up_tile(
+                sums,
+                none,
+                out,
+                first,
+                rows,
+                column,
+                counter,
+                turn,
+                amax,
+                amax_full,
+                LIMIT,
+                WIDTH,
+                False,
+                False,
+                WG,
+                C,
+            )
     else:
-        for i in gl.static_range(GROUPS):
-            for unit in gl.static_range(UNITS):
-                finish_down(
-                    sums[i * UNITS + unit],
-                    out,
-                    first + i * WIDTH,
-                    rows - i * WIDTH,
-                    column * 256 + (unit * C.warpgroups + WG) * 64,
-                    C,
-                )
+        finish_down_tile(sums, none, out, first, rows, column, WIDTH, False, WG, C)
     return slot, phase, turn
