@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from foldmoe.report.by_tokens import by_tokens
 
 if TYPE_CHECKING:
-    from foldmoe.bench.result import LayerResult, Row
+    from rich.console import RenderableType
 
+    from foldmoe.bench.result import LayerResult, Row
 
 HEADINGS = ("tokens", "arm", "us", "low..high", "noise", "GB/s", "TFLOP/s", "x floor", "vs peer", "error")
 
 
 def bench_table(result: LayerResult) -> RenderableType:
     """One row an arm and number of tokens; a section a number of tokens."""
-    table = Table(title=f"shape {result.shape}: {result.what} ({result.spec})", title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
-    for _, rows in groupby(result.rows, key=lambda row: row.tokens):
-        for row in rows:
-            table.add_row(*cells(row))
-        table.add_section()
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    return Group(table, *(Text(line) for line in (versions, *remarks(result))))
+    return by_tokens(
+        HEADINGS,
+        result.rows,
+        cells,
+        left=("arm",),
+        versions=result.versions,
+        remarks=remarks(result),
+        title=f"shape {result.shape}: {result.what} ({result.spec})",
+    )
 
 
 def remarks(result: LayerResult) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from foldmoe.report.by_tokens import by_tokens
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from foldmoe.bench.parallel.result import ParallelResult, ParallelRow
 
 HEADINGS = (
@@ -23,15 +22,17 @@ TRUSTED = 0.25
 def parallel_table(result: ParallelResult) -> RenderableType:
     """Microseconds; a section a number of tokens."""
     title = f"shape {result.request.shape} over {result.ranks} ranks, {result.backend}: one rank holds {result.spec}"
-    table = Table(title=title, title_justify="left", pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("transport", "fold") else "right", no_wrap=True)
-    for _, rows in groupby(result.rows, key=lambda row: row.tokens):
-        for row in rows:
-            table.add_row(*cells(row))
-        table.add_section()
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    return Group(table, *(Text(line) for line in (versions, *remarks(result))))
+    return by_tokens(
+        HEADINGS,
+        result.rows,
+        cells,
+        left=("transport", "fold"),
+        versions=result.versions,
+        remarks=remarks(result),
+        wrap=False,
+        title=title,
+        pad_edge=False,
+    )
 
 
 def remarks(result: ParallelResult) -> list[str]:
