@@ -70,58 +70,51 @@ def scale_view(offsets, slot, KG: gl.constexpr):
 
 
 @gluon.jit
-def _copy_fp4(
-    codes, exponents, unit, steps, slot, phase, weights, offsets, full, empty, WGS: gl.constexpr, ST: gl.constexpr
-):
+def _copy_fp4(codes, exponents, unit, steps, slot, phase, ring, C: gl.constexpr):
+    weights, offsets, _tokens, _scales4, _scales8, full, empty = ring
     for _ in range(steps):
         mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
         mbarrier.expect(bar, 4 * 4352)
-        tma_load(codes, [unit * 16, 0], bar, fp4_view(weights, slot, WGS))
+        tma_load(codes, [unit * 16, 0], bar, fp4_view(weights, slot, C.warpgroups))
         tma_load(exponents, [unit, 0], bar, offsets.index(slot))
         unit += 4
-        slot, phase = advance(slot, phase, ST)
+        slot, phase = advance(slot, phase, C.stages)
     return slot, phase
 
 
 @gluon.jit
-def _copy_fp8(
-    values,
-    scales,
-    unit,
-    steps,
-    slot,
-    phase,
-    weights,
-    offsets,
-    full,
-    empty,
-    KG: gl.constexpr,
-    WGS: gl.constexpr,
-    ST: gl.constexpr,
-):
+def _copy_fp8(values, scales, unit, steps, slot, phase, ring, KG: gl.constexpr, C: gl.constexpr):
+    """bf16 too, whose rows are as wide; it has no scales (KG 0)."""
+    UNITS: gl.constexpr = 4 if C.geometry.whole else C.warpgroups
+    weights, offsets, _tokens, _scales4, _scales8, full, empty = ring
     for _ in range(steps):
         mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
-        mbarrier.expect(bar, WGS * 8192 + KG * 128)
+        mbarrier.expect(bar, UNITS * 8192 + KG * 128)
         tma_load(values, [unit * 64, 0], bar, weights.index(slot))
         if KG > 0:
             tma_load(scales, [unit * KG, 0], bar, scale_view(offsets, slot, KG))
         unit += 4
-        slot, phase = advance(slot, phase, ST)
+        slot, phase = advance(slot, phase, C.stages)
+    return slot, phase
+
+
+@gluon.jit
+def _copy_routed(stored, scales, unit, steps, slot, phase, ring, C: gl.constexpr):
+    if C.geometry.whole:
+        slot, phase = _copy_fp8(stored, scales, unit, steps, slot, phase, ring, C.geometry.routed_groups, C)
+    else:
+        slot, phase = _copy_fp4(stored, scales, unit, steps, slot, phase, ring, C)
     return slot, phase
 
 
 @gluon.jit
 def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexpr):
     g: gl.constexpr = C.geometry
-    WGS: gl.constexpr = 4 if g.whole else C.warpgroups
     PASSES: gl.constexpr = C.passes
-    KG: gl.constexpr = g.routed_groups
     STEPS: gl.constexpr = C.routed_steps
-    ST: gl.constexpr = C.stages
     codes1, exps1, codes2, exps2, shared1, shared2, scales1, scales2 = desc
-    weights, offsets, _tokens, _scales4, _scales8, full, empty = ring
     after_prologue(run)
     head = read_head(control, run)
     total = ticket_count(head, C)
@@ -137,58 +130,18 @@ def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexp
             if g.up8 > 0:
                 if up:
                     for half in range(PASSES):
-                        slot, phase = _copy_fp8(
-                            shared1,
-                            scales1,
-                            block * g.k_up * 4 + half * WGS,
-                            g.k_up,
-                            slot,
-                            phase,
-                            weights,
-                            offsets,
-                            full,
-                            empty,
-                            g.scale_groups,
-                            WGS,
-                            ST,
-                        )
+                        unit = block * g.k_up * 4 + half * C.warpgroups
+                        slot, phase = _copy_fp8(shared1, scales1, unit, g.k_up, slot, phase, ring, g.scale_groups, C)
                 else:
-                    slot, phase = _copy_fp8(
-                        shared2,
-                        scales2,
-                        block // PASSES * g.k_down8 * 4 + block % PASSES * WGS,
-                        g.k_down8,
-                        slot,
-                        phase,
-                        weights,
-                        offsets,
-                        full,
-                        empty,
-                        g.scale_groups,
-                        WGS,
-                        ST,
-                    )
+                    unit = block // PASSES * g.k_down8 * 4 + block % PASSES * C.warpgroups
+                    slot, phase = _copy_fp8(shared2, scales2, unit, g.k_down8, slot, phase, ring, g.scale_groups, C)
         else:
             if up:
                 unit = (expert * g.up4 + block) * g.k_up * 4
-                if g.whole:
-                    slot, phase = _copy_fp8(
-                        codes1, exps1, unit, STEPS[0], slot, phase, weights, offsets, full, empty, KG, WGS, ST
-                    )
-                else:
-                    slot, phase = _copy_fp4(
-                        codes1, exps1, unit, STEPS[0], slot, phase, weights, offsets, full, empty, WGS, ST
-                    )
+                slot, phase = _copy_routed(codes1, exps1, unit, STEPS[0], slot, phase, ring, C)
             else:
                 unit = (expert * g.down4 + block) * g.k_down4 * 4
-                if g.whole:
-                    slot, phase = _copy_fp8(
-                        codes2, exps2, unit, STEPS[1], slot, phase, weights, offsets, full, empty, KG, WGS, ST
-                    )
-                else:
-                    slot, phase = _copy_fp4(
-                        codes2, exps2, unit, STEPS[1], slot, phase, weights, offsets, full, empty, WGS, ST
-                    )
+                slot, phase = _copy_routed(codes2, exps2, unit, STEPS[1], slot, phase, ring, C)
         ticket = gl.atomic_add(control + 3 + run, 1, sem="relaxed", scope="gpu")
     hand_out(tickets, tslot, tphase, -1)
 
