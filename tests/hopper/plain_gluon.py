@@ -212,6 +212,8 @@ def _asm(text, _constraints, arguments, dtype, is_pure, pack):
         low, high = (half.data[..., 0].long().expand(word.shape) for half in (low, high))
         eight = emulate.select(word, low, high).to(torch.uint8)
         return Tensor(eight[..., :4]), Tensor(eight[..., 4:])
+    if "prefetch" in text:
+        return None
     if "ld.acquire" in text:
         counter, wanted = arguments[:2]
         _until(lambda: int(counter.memory[counter.offset]) >= wanted)

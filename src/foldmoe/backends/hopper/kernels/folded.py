@@ -47,6 +47,7 @@ from foldmoe.backends.hopper.kernels.epilogue import (
     finish_down_tile,
     finish_up,
     finish_up_tile,
+    prefetch,
     swiglu,
 )
 from foldmoe.backends.hopper.kernels.products import fp4_chain, fp4_product, fp8_product, late
@@ -66,6 +67,8 @@ def _fp4_tile(
     up, expert, block, row, rows, counter = tile
     k_up, k_down4, _k_down8 = steps
     rs1, rs2, xs = rs
+    references = gl.where(up, rs1, rs2) + (expert * gl.where(up, g.up4, g.down4) + block) * 256
+    prefetch(references)
     if not g.token_scales:
         sums, slot, phase = fp4_product(gl.where(up, k_up, k_down4), slot, phase, ring, NT, WG, C)
     if up:
