@@ -106,12 +106,12 @@ def test_measured_times_come_before_the_floor(flash: CheckpointPlan, tmp_path: P
 
 
 def test_the_hopper_backend_has_a_fit(flash: CheckpointPlan) -> None:
-    """README's table of shape A: 1 to 8192 tokens within 11 %, without a stated efficiency."""
+    """README's table of shape A: 1 to 8192 tokens within 9 %, without a stated efficiency."""
     floor = Floor.of(KNOWN["h200"], fp8=True)
     layer = replace(flash.layers[0], backend="hopper", placement=Placement())
     readme = {1: 38.2, 8: 159, 32: 440, 128: 773, 512: 961, 2048: 1559, 8192: 4706}
     for tokens, microseconds in readme.items():
-        assert floor.hopper_seconds(*local_work(layer, tokens)) * 1e6 == pytest.approx(microseconds, rel=0.11)
+        assert floor.hopper_seconds(*local_work(layer, tokens)) * 1e6 == pytest.approx(microseconds, rel=0.09)
     hopper = replace(flash, rows=(replace(flash.layers[0], backend="hopper"), *flash.rows[1:]))
     assert [row.source for row in estimate(hopper, [8]).rows] == ["fit"] * 3 + ["floor"] * 6
     assert {row.source for row in estimate(hopper, [8], efficiency=0.5).rows} == {"floor"}
@@ -141,10 +141,9 @@ def measured_rows() -> list[tuple[str, int, str, dict[str, float]]]:
 
 
 def test_the_model_meets_what_was_measured() -> None:
-    """Every row of the documentation, symmetric memory and all-gather, within 25 %."""
-    rows = [row for row in measured_rows() if row[2] != "alltoall"]
-    assert {(shape, transport) for shape, _, transport, _ in rows} == set(product("AD", ("allgather", "symmetric")))
-    assert len(rows) >= 16
+    """Every documented row: symmetric memory and all-gather within 14 %, all-to-all within 25 % but at 512 tokens."""
+    rows, transports = measured_rows(), ("allgather", "alltoall", "symmetric")
+    assert {row[:3] for row in rows} == set(product("AD", (1, 8, 32, 128, 512, 2048), transports))
     for shape, tokens, transport, times in rows:
         ways = {"transports": (transport,), "arms": ("folded",), "schemes": ("native",)}
         request = ParallelRequest(shape, (tokens,), **ways)
@@ -155,8 +154,9 @@ def test_the_model_meets_what_was_measured() -> None:
         result = ParallelResult(request, "", "", 2, "hopper", 0.0, "", {})
         model = expected(result, row)
         assert model.source == "fit"
-        assert model.total * 1e6 == pytest.approx(times["total"], rel=0.25), (shape, tokens, transport)
-        assert model.local * 1e6 == pytest.approx(times["local"], rel=0.25), (shape, tokens, transport)
+        off = 0.14 if transport != "alltoall" else 0.4 if tokens == 512 else 0.25
+        assert model.total * 1e6 == pytest.approx(times["total"], rel=off), (shape, tokens, transport)
+        assert model.local * 1e6 == pytest.approx(times["local"], rel=0.14), (shape, tokens, transport)
 
 
 @pytest.mark.parametrize("cost", [Cost(10e-6, 2e-12), Cost(100e-6, 0.0)])

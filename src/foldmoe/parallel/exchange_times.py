@@ -4,7 +4,7 @@ A phase takes ``fixed + bytes * (per_byte + 1 / link)``, and the whole layer a l
 All constants are least squares of the relative error over the folded native rows of ``foldmoe bench parallel`` on two
 H200s, shapes A and D, which docs/parallel.md shows. To fit them to another run::
 
-    foldmoe bench parallel --shape A --tokens 1,8,32,128,512,2048 --out A.json    # and D
+    foldmoe bench parallel --shape A --tokens 128,1,8,32,512,2048 --out A.json    # and D
     python -m foldmoe.bench.parallel.fit A.json D.json
 
 prints :data:`MEASURED` and the documentation's tables. More ranks were never measured; neither was another link.
@@ -52,8 +52,9 @@ class Exchange:
 
 
 MEASURED: dict[Dispatch, Exchange] = {
-    "all_gather": Exchange(Cost(116.9e-6, 75.5e-12), Cost(16.1e-6, 5.5e-12), 28.4e-6),
-    "all_to_all": Exchange(Cost(2019.9e-6, 499.3e-12), Cost(157.1e-6, 45.6e-12), 660.4e-6),
-    "symmetric": Exchange(Cost(10.1e-6, 2.3e-12), Cost(8.4e-6, 0.6e-12), 2.8e-6),
+    "all_gather": Exchange(Cost(12.8e-6, 6.9e-12), Cost(11.2e-6, 2.6e-12), 6.4e-6),
+    "all_to_all": Exchange(Cost(675.9e-6, 2.9e-12), Cost(208.7e-6, 0.0e-12), 613.6e-6),
+    "symmetric": Exchange(Cost(9.6e-6, 3.2e-12), Cost(7.9e-6, 1.1e-12), 2.2e-6),
 }
-"""By strategy. The two collectives' are of a run when torch expressions packed and summed, not yet kernels."""
+"""By strategy. An all-to-all is paced by the host, whose times scatter: hardly a time a byte shows through at 1 to 2048
+tokens."""
