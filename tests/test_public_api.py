@@ -100,7 +100,7 @@ def current() -> list[str]:
 def _environment() -> list[str]:
     from foldmoe import settings
 
-    names = (*settings._POLICY, *settings._PATHS, settings._FLAG)
+    names = (*settings._POLICY, *settings._PATHS, *settings._FLAGS)
     return [f"environment {settings.PREFIX}{name}" for name in names]
 
 

@@ -6,6 +6,7 @@
 | ``FOLDMOE_BACKEND`` | auto, torch, triton, hopper |
 | ``FOLDMOE_ACTIVATIONS`` | checkpoint, bf16, fp8, fp8_token |
 | ``FOLDMOE_ALLOW_REQUANTIZE`` | 1 lets the slot fold lower a shared expert's precision |
+| ``FOLDMOE_COMPILE_AHEAD`` | 0 keeps a server from compiling kernels for every batch size while it starts |
 | ``FOLDMOE_CACHE_DIR`` | where kernels of this package are kept once compiled; Triton's own folder where not set |
 | ``FOLDMOE_STATE_DIR`` | where a server's ranks write what they run |
 """
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PREFIX = "FOLDMOE_"
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _POLICY = {"FOLD": "fold", "BACKEND": "backend", "ACTIVATIONS": "activations"}
 _PATHS = {"CACHE_DIR": "cache_dir", "STATE_DIR": "state_dir"}
-_FLAG = "ALLOW_REQUANTIZE"
+_FLAGS = {"ALLOW_REQUANTIZE": False, "COMPILE_AHEAD": True}
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Settings:
     policy: FusionPolicy
     cache_dir: Path | None = None
     state_dir: Path | None = None
+    compile_ahead: bool = True
 
 
 def read(environment: Mapping[str, str] | None = None) -> Settings:
@@ -47,22 +49,28 @@ def read(environment: Mapping[str, str] | None = None) -> Settings:
     """
     env = os.environ if environment is None else environment
     found = {key.removeprefix(PREFIX): value for key, value in env.items() if key.startswith(PREFIX)}
-    known = {*_POLICY, *_PATHS, _FLAG}
+    known = {*_POLICY, *_PATHS, *_FLAGS}
     if unknown := sorted(set(found) - known):
         raise ValueError(
             f"unknown {', '.join(PREFIX + name for name in unknown)}; "
             f"known: {', '.join(PREFIX + name for name in sorted(known))}"
         )
     choices: dict[str, Any] = {field: found[name] for name, field in _POLICY.items() if found.get(name)}
-    flag = found.get(_FLAG, "").lower()
-    if flag not in (*_TRUE, *_FALSE):
-        raise ValueError(f"{PREFIX}{_FLAG} must be 1 or 0, found {found[_FLAG]!r}")
+    flags = {name: _flag(name, found.get(name, ""), default) for name, default in _FLAGS.items()}
     try:
-        policy = FusionPolicy(allow_requantize=flag in _TRUE, **choices)
+        policy = FusionPolicy(allow_requantize=flags["ALLOW_REQUANTIZE"], **choices)
     except ValueError as error:
         raise ValueError(f"{PREFIX.rstrip('_')} environment: {error}") from error
     paths = {field: Path(found[name]) for name, field in _PATHS.items() if found.get(name)}
-    return Settings(policy, **paths)
+    return Settings(policy, **paths, compile_ahead=flags["COMPILE_AHEAD"])
+
+
+def _flag(name: str, value: str, default: bool) -> bool:
+    if value == "":
+        return default
+    if value.lower() not in (*_TRUE, *_FALSE):
+        raise ValueError(f"{PREFIX}{name} must be 1 or 0, found {value!r}")
+    return value.lower() in _TRUE
 
 
 def cache_dir() -> Path | None:

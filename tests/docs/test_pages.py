@@ -120,7 +120,7 @@ def test_commands_exist_with_their_options(where: str, words: list[str]) -> None
 def test_environment_variables_on_the_pages_are_read() -> None:
     from foldmoe import settings
 
-    known = {settings.PREFIX + name for name in (*settings._POLICY, *settings._PATHS, settings._FLAG)}
+    known = {settings.PREFIX + name for name in (*settings._POLICY, *settings._PATHS, *settings._FLAGS)}
     for page in PAGES:
         named = set(re.findall(r"\bFOLDMOE_[A-Z_]+[A-Z]\b", page.read_text()))
         assert named <= known, f"{page.name} names {sorted(named - known)}"

@@ -15,15 +15,17 @@ knobs = pytest.importorskip("triton", reason="needs Triton").knobs
 
 
 class Kernel:
-    """Stands for a Triton kernel that is compiled when it is started."""
+    """Stands for a Triton kernel that is compiled, or found in Triton's cache, when it is started."""
 
     __name__ = "tiles"
 
-    def __init__(self) -> None:
+    def __init__(self, cache_hit: bool = False) -> None:
         self.hooks: list[Any] = []
+        self.cache_hit = cache_hit
 
     def __getitem__(self, grid: Any) -> Any:
         self.hooks.append((knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook))
+        knobs.compilation.listener(src=self, metadata={}, metadata_group={}, times=None, cache_hit=self.cache_hit)
         return lambda *arguments, **named: "compiled"
 
 
@@ -45,6 +47,19 @@ def test_hooks_are_off_while_a_kernel_is_compiled_and_back_afterwards(
     assert kernel.hooks == [(None, None)]
     assert knobs.runtime.jit_post_compile_hook is watched
     assert observe.compiled(caplog.text) == ("tiles",)  # a benchmark still sees it
+
+
+def test_a_kernel_from_the_cache_is_no_news_and_other_listeners_hear_of_it(
+    watched: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Any] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **facts: heard.append((facts["src"], facts["cache_hit"])))
+    listener, kernel = knobs.compilation.listener, Kernel(cache_hit=True)
+    with caplog.at_level(logging.WARNING, logger="foldmoe"):
+        start(kernel, (1,), Variant(("hooks", 3), torch.device("cpu"), None))
+    assert not caplog.records
+    assert heard == [(kernel, True)]
+    assert knobs.compilation.listener is listener
 
 
 def test_nothing_is_said_where_nobody_watches(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from foldmoe.planner.devices import Device, resolve
 from foldmoe.runtime import kernel_cache, kernels
 from foldmoe.runtime.kernels import Compiler, compiling
 from foldmoe.runtime.offline import standing_in
-from foldmoe.warming import Calls, Report, compile_ahead, sizes
+from foldmoe.warming import Calls, Report, compile_ahead, compile_beside, sizes
 from foldmoe.warming.variants import walk
 from tests.runtime import support
 
@@ -98,6 +98,33 @@ def test_nothing_is_compiled_after_compiling_ahead(tmp_path: Path, monkeypatch: 
         for tokens in calls.tokens:
             layer.forward(call(tokens, "cpu"), folded=True)
     assert hits == [True] * total
+
+
+def test_compiling_beside_does_not_wait_and_shows_the_workers_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOLDMOE_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found: list[Report | Exception] = []
+    plan, calls = support.plan("triton"), Calls((1,), ids=(torch.int32,))
+    thread = compile_beside([plan], calls, resolve("h200"), processes=2, done=found.append)
+    assert not found
+    thread.join(60)
+    (report,) = found
+    assert isinstance(report, Report)
+    assert sorted(report.compiled) == sorted(compile_ahead([plan], calls, resolve("h200"), processes=1).cached)
+
+    monkeypatch.setattr(sys, "executable", script(tmp_path, 'echo "$CUDA_VISIBLE_DEVICES|" >&2; exit 1'))
+    compile_beside([plan], calls, resolve("h200"), processes=1, done=found.append).join(60)
+    assert str(found[-1]).endswith(":\n|\n")
+
+
+def script(folder: Path, line: str) -> str:
+    """A program that stands for the interpreter of the workers."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\ncat > /dev/null\n{line}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])

@@ -102,17 +102,28 @@ def compiling(compiler: Compiler) -> Iterator[None]:
 def _unwatched(kernel: Any) -> Iterator[None]:
     """Triton's hooks for compiled kernels, which engines set to watch for them, off; a log line has their news.
 
-    Triton writes a kernel's arguments as JSON for them, which fails for a configuration of ours.
+    Triton writes a kernel's arguments as JSON for them, which fails for a configuration of ours. It calls them for
+    kernels that it finds in its cache too, which take milliseconds and no line.
     """
     from triton import knobs
 
     kept = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
+    listener, compiled = knobs.compilation.listener, False
+
+    def heard(*, cache_hit: bool, **facts: Any) -> None:
+        nonlocal compiled
+        compiled |= not cache_hit
+        if listener is not None:
+            listener(cache_hit=cache_hit, **facts)
+
     knobs.runtime.jit_cache_hook = knobs.runtime.jit_post_compile_hook = None
+    knobs.compilation.listener = heard
     try:
         yield
     finally:
         knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = kept
-    if any(kept):
+        knobs.compilation.listener = listener
+    if compiled and any(kept):
         _log.warning("foldmoe: kernel compilation during inference: %s", _name(kernel))
 
 

@@ -45,6 +45,11 @@ class Report:
     seconds: float = 0.0
     folder: str = ""
 
+    def note(self, line: str) -> None:
+        """A worker's line."""
+        state, _, name = line.partition(": ")
+        (self.cached if state == CACHED else self.compiled).append(name)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -87,12 +92,44 @@ def compile_ahead(
     workers = max(1, min(processes or os.cpu_count() or 1, max((names.count(name) for name in names), default=0)))
     jobs = [Job(tuple(plans), calls, device, worker, workers) for worker in range(workers)] if names else []
     for line in _lines(jobs):
-        state, _, name = line.partition(": ")
-        (report.cached if state == CACHED else report.compiled).append(name)
+        report.note(line)
         if progress:
             progress(len(report.cached) + len(report.compiled), len(names), line)
     report.seconds = monotonic() - start
     return report
+
+
+def compile_beside(
+    plans: Sequence[LayerPlan],
+    calls: Calls,
+    device: Device,
+    *,
+    processes: int,
+    done: Callable[[Report | Exception], None],
+) -> Thread:
+    """:func:`compile_ahead` without waiting for it, in processes that see no GPU: they take no memory of a server's.
+
+    A kernel that is needed before its turn is compiled where it is needed, as without this.
+
+    Args:
+        processes: as many at once.
+        done: called at the end, in a thread of its own, with the report or with what went wrong.
+    """
+    jobs = [Job(tuple(plans), calls, device, worker, processes) for worker in range(processes)]
+
+    def listen() -> None:
+        try:
+            start, report = monotonic(), Report(device.name, folder=_folder())
+            for line in _lines(jobs, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES=""):
+                report.note(line)
+            report.seconds = monotonic() - start
+            done(report)
+        except Exception as error:
+            done(error)
+
+    thread = Thread(target=listen, name="foldmoe-compile", daemon=True)
+    thread.start()
+    return thread
 
 
 def _check(plans: Sequence[LayerPlan], device: Device) -> None:
@@ -107,15 +144,15 @@ def _folder() -> str:
     return str(kernel_cache.directory() or knobs.cache.dir)
 
 
-def _lines(jobs: Sequence[Job]) -> Iterator[str]:
-    """What the workers print, as it comes.
+def _lines(jobs: Sequence[Job], **environment: str) -> Iterator[str]:
+    """What the workers print, as it comes; they get ``environment`` besides this process's own.
 
     Raises:
         RuntimeError: of the first worker that fails; the others are ended.
     """
     said: SimpleQueue[str | None] = SimpleQueue()
     with tempfile.TemporaryFile("w+") as errors:
-        workers = [_spawn(job, errors) for job in jobs]
+        workers = [_spawn(job, errors, environment) for job in jobs]
         try:
             for worker in workers:
                 Thread(target=_listen, args=(worker, said), daemon=True).start()
@@ -130,9 +167,9 @@ def _lines(jobs: Sequence[Job]) -> Iterator[str]:
                 worker.wait()
 
 
-def _spawn(job: Job, errors: IO[str]) -> subprocess.Popen[bytes]:
+def _spawn(job: Job, errors: IO[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
     """A fresh interpreter, which needs nothing of the caller's main module, and finds what the caller imports."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | more
     command = [sys.executable, "-m", "foldmoe.warming.worker"]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment)
     assert worker.stdin is not None

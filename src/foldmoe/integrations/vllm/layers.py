@@ -136,8 +136,8 @@ class FoldedRunner(MoERunner):  # type: ignore[misc]
         super().__init__(**named)
         stream = getattr(self.shared_experts, "_stream", None)
         entry.shared_stream = None if self.shared_experts is None else stream is not None
-        self.foldmoe_loaded = Loaded(entry)
         self.foldmoe_engine = get_current_vllm_config()
+        self.foldmoe_loaded = Loaded(entry, self.foldmoe_engine)
         self.foldmoe_first = len(plugin.record().entries) == 1
         plugin.mark_compiled_code(self.foldmoe_engine)
 
@@ -211,14 +211,14 @@ def _hand_over(method: FoldedMethod, entry: Entry, named: dict[str, Any]) -> Non
 class Loaded(nn.Module):
     """A child without parameters that vLLM visits after loading, as it does every module with a ``quant_method``."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, engine: Any) -> None:
         super().__init__()
-        self.quant_method = _Reporter(entry)
+        self.quant_method = _Reporter(entry, engine)
 
 
 class _Reporter(QuantizeMethodBase):  # type: ignore[misc]
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
+    def __init__(self, entry: Entry, engine: Any) -> None:
+        self.entry, self.engine = entry, engine
 
     def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
         """Nothing to create."""
@@ -228,4 +228,4 @@ class _Reporter(QuantizeMethodBase):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.entry.loaded = True
-        plugin.note_loaded()
+        plugin.note_loaded(self.engine)

@@ -37,7 +37,10 @@ def register() -> None:
         return
     chosen = settings.read()
     _record = Record(
-        chosen.policy, chosen.state_dir, {"foldmoe": metadata.version("foldmoe"), "vllm": metadata.version("vllm")}
+        chosen.policy,
+        chosen.state_dir,
+        {"foldmoe": metadata.version("foldmoe"), "vllm": metadata.version("vllm")},
+        compile_ahead=chosen.compile_ahead,
     )
     from vllm.model_executor.layers.fused_moe import MoERunner, RoutedExperts
 
@@ -68,8 +71,12 @@ def record() -> Record:
     return _record
 
 
-def note_loaded() -> None:
-    """A layer has its weights; once all have, ranks compare what they decided and the log says it.
+def note_loaded(engine: Any) -> None:
+    """A layer has its weights; once all have, ranks compare what they decided, the log says it, and their kernels are
+    compiled beside whatever vLLM does next.
+
+    Args:
+        engine: vLLM's ``VllmConfig``.
 
     Raises:
         PlanMismatchError: ranks that decided differently.
@@ -92,6 +99,11 @@ def note_loaded() -> None:
     for line in found.lines():
         logger().info(line)
     found.write()
+    if found.device == "cuda" and found.compile_ahead:
+        from foldmoe.integrations.vllm import ahead
+
+        ahead.begin(found.plans[found.begun :], engine, min(found.world_size, torch.cuda.device_count()))
+        found.begun = len(found.plans)
 
 
 def note_forward(engine: Any) -> None:

@@ -86,6 +86,7 @@ class Record:
         policy: what was asked for.
         state_dir: where the state file goes; None for nowhere.
         versions: of what matters to a reader of the file.
+        compile_ahead: whether kernels are compiled while the server starts. begun: layers whose kernels are.
     """
 
     policy: FusionPolicy
@@ -97,6 +98,8 @@ class Record:
     device: str = "cpu"
     model_load_bytes: int | None = None
     kv_blocks: int | None = None
+    compile_ahead: bool = True
+    begun: int = 0
 
     def enter(self, entry: Entry) -> Entry:
         """Add a layer. vLLM builds a draft model once all of the main one is loaded, and gives no other sign of it."""
