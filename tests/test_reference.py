@@ -11,7 +11,7 @@ from torch import Tensor
 from foldmoe.formats import Format, fp8
 from foldmoe.moe import Activation, ExpertWeights
 from foldmoe.reference import Precision, reference_moe, relative_error
-from tests.support.cases import CASE_NAMES, assert_close, get_case, make_layer
+from tests.support.cases import CASE_NAMES, assert_close, assert_same_bits, get_case, make_layer
 
 EXPERTS, WIDTH, SHARED_WIDTH, HIDDEN, TOP_K, TOKENS = 4, 40, 72, 64, 3, 7
 
@@ -131,3 +131,14 @@ def test_fp8_activations_cost_what_fp8_costs() -> None:
         error = relative_error(reference_moe(*case.args, routed, shared, activations=activations), exact)
         assert 0.02 < error < 0.06
     assert fp8.ACTIVATION_GROUP == 128
+
+
+def test_rows_that_differ_are_named() -> None:
+    y = torch.randn(6, 4).to(torch.bfloat16)
+    y[0, 0] = torch.nan
+    other = y.clone()
+    assert_same_bits(y, other)
+    other[2, 1], other[4, 2] = y[2, 1] + 1, torch.nan
+    told = r"call 3: 2 values differ .* in 2 of 6 rows \(\[2, 4\] \.\.\), columns 1 to 2; 1 are"
+    with pytest.raises(AssertionError, match=told):
+        assert_same_bits(y, other, "call 3")

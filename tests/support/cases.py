@@ -222,3 +222,18 @@ def assert_close(y: Tensor, reference: Tensor, tolerance: float) -> None:
     assert error <= tolerance, f"relative error {error:.3e}, allowed {tolerance:.1e}"
     silent = (reference == 0).all(dim=-1)
     assert (y[silent] == 0).all(), f"rows {silent.nonzero().flatten().tolist()} must be exactly zero"
+
+
+def assert_same_bits(y: Tensor, wanted: Tensor, what: str = "") -> None:
+    """Equal rows ``[M, H]``, or which differ and by how much: a tile, a token or all of them tell causes apart."""
+    assert y.shape == wanted.shape, f"{what}: {tuple(y.shape)} against {tuple(wanted.shape)}"
+    differ = ~((y == wanted) | (y.isnan() & wanted.isnan()))
+    if not differ.any():
+        return
+    rows, columns = differ.any(1).nonzero().flatten(), differ.any(0).nonzero().flatten()
+    most = (y.double() - wanted.double()).nan_to_num().abs().max().item()
+    raise AssertionError(
+        f"{what}: {int(differ.sum()):,} values differ by up to {most:.2g}, in {len(rows)} of {len(y)} rows "
+        f"({rows[:12].tolist()} ..), columns {int(columns[0])} to {int(columns[-1])}; "
+        f"{int((y.isnan() != wanted.isnan()).sum()):,} are NaN on one side"
+    )
