@@ -21,11 +21,11 @@ from foldmoe.integrations.vllm import ahead, plugin
 from tests.vllm.factory import EXPERTS, HIDDEN, SHARED, WIDTH, SharedMLP, build
 
 
-def config(batched: int, ranks: int) -> Any:
+def config(batched: int, ranks: int, replica: int | None = None) -> Any:
     """What is read of vLLM's own."""
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=batched),
-        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        parallel_config=SimpleNamespace(data_parallel_size=ranks, data_parallel_rank_local=replica),
         model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
 
@@ -48,8 +48,14 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_batches_are_those_of_all_gathered_ranks(
     begun: list[tuple[Any, ...]], batched: int, ranks: int, most: int
 ) -> None:
-    ahead.begin([], config(batched, ranks), 8)
-    assert begun == [([], Calls(sizes(most)), KNOWN["h200"], 4)]
+    ahead.begin([], config(batched, ranks), 0)
+    assert begun == [([], Calls(sizes(most)), KNOWN["h200"], 8)]
+
+
+def test_one_rank_a_host_compiles(begun: list[tuple[Any, ...]]) -> None:
+    for local_rank, replica in ((1, None), (0, 3), (0, 0)):
+        ahead.begin([], config(64, 4, replica), local_rank)
+    assert len(begun) == 1
 
 
 def test_layers_are_compiled_for_once_and_not_on_a_cpu(
@@ -60,7 +66,6 @@ def test_layers_are_compiled_for_once_and_not_on_a_cpu(
     assert not begun
     plans = plugin.record().plans
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(plugin.record(), "begun", 0)
     for _ in range(2):  # the main model, then a draft without a layer of ours
@@ -82,8 +87,8 @@ def test_layers_are_compiled_for_once_and_not_on_a_cpu(
 def test_the_log_tells_the_end(
     report: Report | Exception, level: str, line: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger="vllm.foldmoe"):
+    monkeypatch.setattr(ahead, "logger", lambda: logging.getLogger("told"))
+    with caplog.at_level(logging.INFO, logger="told"):
         ahead._tell(report)
     assert [record.levelname for record in caplog.records] == ([level] if level else [])
     assert not level or re.search(line, caplog.text)

@@ -20,16 +20,18 @@ LARGEST = 16384
 """Tokens up to which batches differ in what they launch."""
 
 
-def begin(plans: Sequence[LayerPlan], engine: Any, local_ranks: int) -> None:
-    """Start compiling what ``plans`` launch on this rank's GPU; a log line tells the end.
+def begin(plans: Sequence[LayerPlan], engine: Any, local_rank: int) -> None:
+    """Start compiling what ``plans`` launch, for all ranks of this host: they share a cache. A log line tells the end.
 
     Args:
         engine: vLLM's ``VllmConfig``: how many tokens a step has, on how many ranks that are gathered, and their dtype.
-        local_ranks: ranks that share this host's processors.
+        local_rank: this rank's number on its host, within its replica; one rank a host compiles.
     """
+    if local_rank or engine.parallel_config.data_parallel_rank_local:
+        return
     most = engine.scheduler_config.max_num_batched_tokens * engine.parallel_config.data_parallel_size
     calls = Calls(sizes(min(most, LARGEST)), engine.model_config.dtype)
-    processes = max(1, min(16, (os.cpu_count() or 1) // (2 * local_ranks)))
+    processes = max(1, min(8, (os.cpu_count() or 1) // 2))
     compile_beside(plans, calls, resolve(torch.device("cuda")), processes=processes, done=_tell)
 
 

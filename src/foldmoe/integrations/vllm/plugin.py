@@ -102,7 +102,7 @@ def note_loaded(engine: Any) -> None:
     if found.device == "cuda" and found.compile_ahead:
         from foldmoe.integrations.vllm import ahead
 
-        ahead.begin(found.plans[found.begun :], engine, min(found.world_size, torch.cuda.device_count()))
+        ahead.begin(found.plans[found.begun :], engine, world.local_rank)
         found.begun = len(found.plans)
 
 
