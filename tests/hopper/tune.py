@@ -32,7 +32,7 @@ from tests.hopper import tuned_table
 
 
 class Shape(NamedTuple):
-    """Experts here, experts in all, H, I, how routed experts are stored, top-k."""
+    """Experts here, experts in all, H, I, how routed experts are stored, top-k, how the shared expert is."""
 
     experts: int
     total: int
@@ -40,12 +40,13 @@ class Shape(NamedTuple):
     width: int
     stored: Format = Format.MXFP4
     top_k: int = 6
+    common: Format = Format.FP8_128x128
 
     def geometry(self, activations: str) -> heuristics.Geometry:
         kind = "fp8" if self.stored.fp8 else self.stored.value
         blocks = -(-2 * self.width // 256), -(-self.hidden // 256)
         steps = -(-self.width // 128) * (2 if kind == "bf16" else 1)
-        groups = 0 if kind == "bf16" else 1
+        groups = {Format.BF16: 0, Format.FP8_32x32: 4}.get(self.common, 1)
         sizes = self.hidden, *blocks, *blocks, steps, steps, groups, 10.0, 10.0
         return heuristics.Geometry(*sizes, activations == "fp8_token", kind, int(kind == "fp8"))
 
@@ -56,12 +57,13 @@ class Shape(NamedTuple):
 SHAPES = {
     "A": Shape(256, 256, 4096, 2048),
     "B": Shape(32, 256, 4096, 2048),
+    "C": Shape(32, 256, 5120, 2304, common=Format.FP8_32x32),
     "D": Shape(48, 384, 7168, 3072),
     "V3": Shape(256, 256, 7168, 2048, Format.FP8_128x128, 8),
     "GLM": Shape(128, 128, 4096, 1408, Format.FP8_128x128, 8),
-    "GLM-bf16": Shape(128, 128, 4096, 1408, Format.BF16, 8),
+    "GLM-bf16": Shape(128, 128, 4096, 1408, Format.BF16, 8, Format.BF16),
 }
-"""V4-Flash on one GPU, one of its EP8 ranks, one EP8 rank of V4-Pro; DeepSeek-V3 and GLM-4.5-Air on one GPU."""
+"""V4-Flash on one GPU, one EP8 rank of it, of V4.1-Flash and of V4-Pro; DeepSeek-V3 and GLM-4.5-Air on one GPU."""
 
 TILES = ((8, 32, 4), (16, 32, 4), (32, 32, 4), (32, 64, 2), (32, 128, 2), (64, 64, 2), (64, 128, 2), (128, 128, 2))
 PROLOGUES = ((8192, 4096), (0, 4096), (0, 2048), (0, 1024), (0, 512))
@@ -76,7 +78,7 @@ class Point:
     tokens: int
 
     def __post_init__(self) -> None:
-        experts, total, hidden, width, stored, top_k = SHAPES[self.shape]
+        experts, total, hidden, width, stored, top_k, _ = SHAPES[self.shape]
         self.share = experts / total
         self.calls = []
         touched = routes = 0
@@ -110,10 +112,9 @@ class Point:
 def layer(shape: Shape, activations: str = "fp8") -> Weights:
     """Random weights of one layer, packed in place."""
     generator = torch.Generator("cuda").manual_seed(0)
-    common = Format.BF16 if shape.stored is Format.BF16 else Format.FP8_128x128
     sets = [
         random_weights(ExpertSpec(count, shape.width, stored), shape.hidden, generator)
-        for count, stored in ((shape.experts, shape.stored), (1, common))
+        for count, stored in ((shape.experts, shape.stored), (1, shape.common))
     ]
     return pack_layer(*sets, Activation(10.0), Activation(10.0), activations=activations, consume=True)  # type: ignore[arg-type]
 
