@@ -52,17 +52,11 @@ class ArmResult:
     answers: dict[str, TaskAnswers]
     same: tuple[int, int]
 
-    @property
-    def milliseconds_per_token(self) -> float:
-        seconds = sum(task.seconds for task in self.answers.values())
-        return 1e3 * seconds / max(1, sum(task.generated for task in self.answers.values()))
-
 
 @dataclass(frozen=True)
 class DemoResult:
     """All that the demo found."""
 
-    checkpoint: str
     trained: bool
     plan: CheckpointPlan
     arms: list[ArmResult]
@@ -94,7 +88,7 @@ def run(steps: Steps, *, items: int = 50, device: torch.device | str | None = No
         for name, policy in ARMS.items():
             first = arms[0].answers if arms else None
             arms.append(_arm(name, policy, path, steps, items if trained else 0, device, first))
-        return DemoResult(path.name if trained else "generated", trained, plan, arms)
+        return DemoResult(trained, plan, arms)
 
 
 def _arm(

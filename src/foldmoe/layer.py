@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from foldmoe.backends import Call, Unsupported, get
+from foldmoe.backends.base import run_planned
 from foldmoe.checkpoint.writer import layer_tensors
 from foldmoe.moe import Activation, ExpertSpec, ExpertWeights, LayerSpec, Placement
 from foldmoe.moe.merge import append_expert, slot_weights
 from foldmoe.planner import FusionPolicy, LayerPlan, plan_layer
 from foldmoe.planner.decide import without_backend
 from foldmoe.runtime import op
-from foldmoe.runtime.streams import side_stream
 
 if TYPE_CHECKING:
     from foldmoe.backends import PackedLayer
@@ -75,7 +75,10 @@ class FoldedMoE(torch.nn.Module):
         self.top_k = plan.spec.top_k
         self.experts = plan.placement.experts(plan.spec.routed.count)
         if len(self.experts) != routed.num_experts:
-            raise ValueError(f"{name}: rank holds {routed.num_experts} experts, its placement says {len(self.experts)}")
+            raise ValueError(
+                f"{name}: rank holds {routed.num_experts} experts, its placement says {len(self.experts)}; give this "
+                "rank's part alone as routed, and num_experts where ranks hold unequal parts"
+            )
         if plan.strategy == "slot" and shared is not None:
             extra = slot_weights(shared, requantize=plan.requantize, padded_width=plan.padded_width)
             routed, shared = append_expert(routed, extra), None
@@ -184,12 +187,8 @@ class FoldedMoE(torch.nn.Module):
             shared_rows,
         )
         if self.plan.strategy == "slot":
-            return self.packed.forward(self._with_slot(call), folded=True)
-        if self.plan.folds_at(x.shape[0]):
-            return self.packed.forward(call, folded=True)
-        if x.is_cuda and self.plan.arm != "serial":
-            return self.packed.forward_dual(call, side_stream(x.device))
-        return self.packed.forward(call, folded=False)
+            call = self._with_slot(call)
+        return run_planned(self.packed, self.plan, call, x.shape[0])
 
     def _check_call(
         self,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import types
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from _typeshed import DataclassInstance
 
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
 def save(path: Path | str, kind: str, result: DataclassInstance) -> None:
     """Write a dataclass of plain values (numbers, text, tuples, lists, dictionaries, dataclasses) as JSON.
 
+    The file is written whole or not at all: a reader, or a crash, never sees half of it.
+
     Args:
-        path: written over if it exists.
+        path: written over if it exists; folders that it needs are made.
         kind: what the file is, e.g. ``bench-layer``; readers go by it.
     """
     part = Path(f"{path}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)  # a run of an hour must not end in a missing folder
     part.write_text(json.dumps({"kind": kind, **asdict(result)}, indent=1) + "\n")
-    part.replace(path)  # whole or not at all
+    part.replace(path)
 
 
 def read(path: Path | str) -> dict[str, Any]:
@@ -44,8 +48,11 @@ def read(path: Path | str) -> dict[str, Any]:
     return found
 
 
-def load(path: Path | str, kind: str, cls: type[T]) -> T:
+def load(path: Path | str, kind: str, cls: type[T], *, partial: bool = False) -> T:
     """Read what :func:`save` wrote.
+
+    Args:
+        partial: see :func:`build`.
 
     Raises:
         ValueError: another kind of file, or a field that is missing, unknown or of another type, by name.
@@ -53,7 +60,7 @@ def load(path: Path | str, kind: str, cls: type[T]) -> T:
     found = read(path)
     if found["kind"] != kind:
         raise ValueError(f"{path} holds {found['kind']!r}; expected {kind!r}")
-    return build(cls, {key: value for key, value in found.items() if key != "kind"}, str(path))
+    return build(cls, {key: value for key, value in found.items() if key != "kind"}, str(path), partial=partial)
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str, *, partial: bool = False) -> T:
@@ -77,6 +84,28 @@ def build(cls: type[T], values: Mapping[str, Any], where: str, *, partial: bool 
             raise ValueError(f"{where}: no {name!r}; was it written by an older foldmoe? Measure again")
     found = {name: _value(hints[name], values[name], f"{where}: {name}", partial) for name in known if name in values}
     return cls(**found)
+
+
+def command(words: Sequence[str], request: DataclassInstance, usual: Mapping[str, Any] | None = None) -> str:
+    """The command line that asks for what ``request`` holds, each field an option; defaults are left out.
+
+    Args:
+        words: the command.
+        request: a dataclass of plain values; of a dictionary every entry is an option ``--name key=entry``.
+        usual: values to leave out in place of the fields' own defaults.
+    """
+    found = list(words)
+    for option in fields(request):
+        value, name = getattr(request, option.name), f"--{option.name.replace('_', '-')}"
+        if value == (usual or {}).get(option.name, option.default):
+            continue
+        if isinstance(value, dict):
+            found += [word for key, entry in value.items() for word in (name, f"{key}={entry}")]
+        elif isinstance(value, bool):
+            found.append(name if value else name.replace("--", "--no-"))
+        else:
+            found += [name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return shlex.join(found)
 
 
 def _value(hint: Any, value: Any, where: str, partial: bool) -> Any:

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 TOLERANCE = {"bf16": 4e-3, "fp8": 6e-3, "fp8_token": 6e-3}
 """Against the reference on the same quantised operands, by activation precision (bf16 in and out)."""
 
+ON_HOPPER = {"fp8": 1e-2, "fp8_token": 1.5e-2}
+"""The same on Hopper, whose FP8 tensor cores keep about 13 bits of a sum: over 128 columns with scales of as many, over
+all of K with one scale a token. Measured on an H200: up to 9.0e-3, in layers narrower than 1024 or of a few tokens.
+"""
+
 EXACT = 2e-6
 """The same with float32 in and out and activations as they are: one wrong code or scale shows."""
 
@@ -161,7 +166,8 @@ def _check(
     folded, unfolded = runs
     plan = folded.moe.plan
     exact = case.x.dtype == torch.float32 and plan.activations == "bf16"
-    tolerance = EXACT if exact else TOLERANCE[plan.activations]
+    allowed = {**TOLERANCE, **ON_HOPPER} if plan.backend == "hopper" else TOLERANCE
+    tolerance = EXACT if exact else allowed[plan.activations]
     check = LayerCheck(
         layer.name,
         f"{plan.strategy if plan.folded else plan.arm} on {plan.backend}",
@@ -173,14 +179,14 @@ def _check(
         tolerance,
     )
     problems = [problem for run in runs for problem in run.problems]
-    for what, found, allowed in (
+    for what, found, limit in (
         ("folded", check.folded, tolerance),
         ("unfolded", check.unfolded, tolerance),
         ("the shared expert alone", check.shared, tolerance),
         ("folded against unfolded", None if plan.requantize else check.agreement, AGREEMENT),
     ):
-        if found is not None and not found <= allowed:
-            problems.append(f"{what}: relative error {found:.2e}, allowed {allowed:.0e}")
+        if found is not None and not found <= limit:
+            problems.append(f"{what}: relative error {found:.2e}, allowed {limit:.1e}")
     return replace(check, problems=tuple(problems))
 
 

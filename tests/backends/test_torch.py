@@ -10,8 +10,6 @@ import torch
 
 from foldmoe import Activation, FoldedMoE, Format, FusionPolicy, reference_moe
 from foldmoe.backends.torch import linear
-from foldmoe.backends.torch.backend import TorchBackend
-from foldmoe.planner.capability import register
 from foldmoe.reference import relative_error
 from tests.support.cases import (
     CASE_NAMES,
@@ -120,18 +118,6 @@ def test_packed_weights_are_the_stored_ones_and_come_back() -> None:
     assert other is not None
     assert mine.gate_up.values.data_ptr() == routed.gate_up.values.data_ptr()
     assert layer.memory()["weights"] == routed.nbytes + shared.nbytes == layer.memory()["stored"]
-
-
-def test_keep_bf16_holds_plain_numbers_once() -> None:
-    routed, shared = make_layer(Format.MXFP4, Format.FP8_128x128, experts=3, width=96, shared_width=64, hidden=64)
-    register(TorchBackend("bf16"))
-    try:
-        layer = FoldedMoE(routed, shared, policy=FusionPolicy(activations="bf16", backend="torch"))
-    finally:
-        register(TorchBackend())
-    case = random_case(9, 2, 3, 64)
-    assert layer.memory()["weights"] == 2 * 3 * (3 * 96 + 64) * 64
-    assert_close(layer(*case.args), reference_moe(*case.args, routed, shared), STORED_HALF_TOLERANCE)
 
 
 def test_at_most_one_expert_is_alive_in_wide_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

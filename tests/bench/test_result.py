@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def test_a_saved_result_reads_back_equal(tmp_path: Path) -> None:
-    result = layer_result()
-    result.save(tmp_path / "r.json")
-    assert LayerResult.load(tmp_path / "r.json") == result
-    assert json.loads((tmp_path / "r.json").read_text())["command"] == result.request.command
+    result, path = layer_result(), tmp_path / "new" / "folders" / "r.json"
+    result.save(path)
+    assert LayerResult.load(path) == result
+    assert json.loads(path.read_text())["command"] == result.request.command
 
 
 def test_a_broken_arms_error_survives_the_file(tmp_path: Path) -> None:

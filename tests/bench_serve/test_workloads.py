@@ -53,7 +53,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     [
         ("{", "Expecting property name"),
         ("[]", "expected an object with workloads or a sweep, found a list"),
-        ("{}", "expected one of workloads and sweep"),
+        ("{}", "expected either workloads or a sweep, found neither"),
         ('{"workloads": []}', "expected workloads that differ"),
         ('{"workloads": [], "sed": 1}', "the file has unknown fields sed"),
         ('{"workloads": [{"input_len": 1}]}', "lacks concurrency, num_prompts, output_len"),

@@ -18,7 +18,7 @@ from foldmoe.checkpoint.generate.experts import Geometry, MoERecipe, Storage, mo
 from foldmoe.cli.main import app
 from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.moe import ExpertWeights
-from foldmoe.verify import EXACT, TOLERANCE, passes, routes, verify
+from foldmoe.verify import EXACT, ON_HOPPER, TOLERANCE, passes, routes, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,6 +52,17 @@ def test_bf16_input_is_judged_by_the_tolerances_of_bf16(kinds: dict[str, Path]) 
     (first, *_) = verify(kinds["v4"], tokens=4, dtype=torch.bfloat16)
     assert first.ok
     assert 1e-4 < first.folded < TOLERANCE["fp8"]
+
+
+def test_hopper_is_held_to_what_its_tensor_cores_keep(kinds: dict[str, Path]) -> None:
+    def load(path: Any, name: str, **how: Any) -> FoldedMoE:
+        layer = load_layer(path, name, **how)
+        layer.plan = replace(layer.plan, backend="hopper")
+        return layer
+
+    (first, *_) = verify(kinds["v4"], tokens=4, load=load)
+    assert first.tolerance == ON_HOPPER["fp8"]
+    assert first.how == "native on hopper"
 
 
 def scaled(layer: FoldedMoE, factor: float) -> FoldedMoE:

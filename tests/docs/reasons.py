@@ -47,7 +47,7 @@ NO_REASONS = {
     "backends/triton/backend.py": ("supports",),  # asks limits.py
     "checkpoint/specs.py": ("reasons",),
     "planner/checkpoint.py": ("reasons",),
-    "planner/decide.py": ("_choose",),  # puts a backend's name in front
+    "planner/decide.py": ("_first",),  # puts a backend's name in front
     "integrations/vllm/advice.py": ("command",),  # advice on a command line, not reasons of a layer
     "integrations/vllm/layers.py": ("_decide",),  # asks refusals.py and the planner
 }

@@ -34,16 +34,6 @@ def test_regrid_refuses_a_block_that_would_straddle_two_scales() -> None:
         blocks.regrid(torch.ones(2, 2), 256, 256, (128, 128), (96, 128))
 
 
-@pytest.mark.parametrize(
-    ("block", "width", "parts", "expected"),
-    [(128, 3072, 16, 64), (128, 1280, 4, 64), (128, 576, 2, 32), (32, 40, 1, 8), (128, 4096, 8, 128), (128, 10, 3, 1)],
-)
-def test_shard_block_is_the_coarsest_block_that_survives_the_cut(
-    block: int, width: int, parts: int, expected: int
-) -> None:
-    assert blocks.shard_block(block, width, parts) == expected
-
-
 @given(st.integers(0, 3), st.integers(1, 70), st.integers(1, 40))
 def test_groups_fill_the_last_one_with_zeros(rows: int, columns: int, size: int) -> None:
     matrix = torch.randn(rows, columns)

@@ -88,11 +88,3 @@ def test_odd_columns_are_refused() -> None:
 def test_nan_and_inf_are_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="neither NaN nor Inf"):
         mxfp4.quantize(torch.tensor([[1.0, bad]]))
-
-
-def test_row_span_counts_binades_between_a_rows_scales() -> None:
-    scales = torch.tensor([[127, 110, 120], [5, 5, 5]], dtype=torch.uint8)
-    tensor = QuantizedTensor(torch.zeros(2, 48, dtype=torch.uint8), scales, format=Format.MXFP4)
-    assert mxfp4.row_span(tensor).tolist() == [17, 0]
-    with pytest.raises(ValueError, match="needs scales"):
-        mxfp4.row_span(QuantizedTensor(torch.zeros(2, 48), format=Format.BF16))

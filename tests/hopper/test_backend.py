@@ -170,7 +170,7 @@ from foldmoe.planner.devices import resolve
 print(get("hopper").unavailable(resolve("h200")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "triton is not installed: pip install foldmoe[gpu]", done.stdout + done.stderr
+    assert done.stdout.strip() == "triton is not installed: pip install 'foldmoe[gpu]'", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -147,12 +147,6 @@ def test_redundant_experts_are_mapped_before_the_slots() -> None:
     assert slots.tolist() == [[0, 4, 3], [5, 6, 3], [1, -1, 3], [2, 5, 3]]
 
 
-def test_replica_counts_may_be_given() -> None:
-    physical = torch.tensor([[0, 7], [1, 8]])
-    found = to_physical(torch.tensor([[0], [0]]), physical, replicas=torch.tensor([1, 2]))
-    assert found.tolist() == [[0], [0]]
-
-
 def test_an_expert_without_a_replica_is_refused_where_a_token_chose_it() -> None:
     physical = torch.tensor([[0], [-1]])
     assert to_physical(torch.tensor([[0], [-1]]), physical).tolist() == [[0], [-1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -35,8 +35,7 @@ class _Wrong(PeerLayer):
 
 
 class _WrongPeer(Peer):
-    name, package, what, tolerance = "wrong", "torch", "half as much again", 0.01
-    activations: ClassVar = "bf16"
+    name, package, tolerance = "wrong", "torch", 0.01
 
     def refusals(self, spec: shapes.LayerSpec, device: torch.device) -> list[str]:
         return []
@@ -86,7 +85,7 @@ def test_every_peer_says_what_it_is() -> None:
     spec, _ = support.layer()
     for name, peer in PEERS.items():
         assert name == peer.name
-        assert peer.what
+        assert peer.__doc__
         assert peer.package
         assert all(isinstance(reason, str) and reason for reason in peer.refusals(spec, torch.device("cpu")))
 

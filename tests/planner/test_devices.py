@@ -11,9 +11,7 @@ from foldmoe.planner.devices import KNOWN, Device, resolve
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, major: int, minor: int, hip: str | None = None) -> None:
-    facts = SimpleNamespace(
-        name=name, major=major, minor=minor, multi_processor_count=100, gcnArchName="gfx942:sramecc+"
-    )
+    facts = SimpleNamespace(name=name, major=major, minor=minor, gcnArchName="gfx942:sramecc+")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -40,7 +38,7 @@ def test_without_a_gpu_the_cpu_is_the_best_present(monkeypatch: pytest.MonkeyPat
 def test_a_gpu_that_is_here_is_described_by_its_own_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "NVIDIA H200", 9, 0)
     found = resolve(None)
-    assert (found.kind, found.arch, found.processors) == ("cuda", "sm_90", 100)
+    assert (found.kind, found.arch) == ("cuda", "sm_90")
     assert found.memory_bandwidth == KNOWN["h200"].memory_bandwidth
     assert found.is_hopper
     pretend(monkeypatch, "NVIDIA Something New", 12, 0)

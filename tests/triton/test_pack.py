@@ -66,7 +66,7 @@ def test_without_triton_the_backend_says_how_to_get_it() -> None:
         "print(TritonBackend().unavailable(KNOWN['h200']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install foldmoe[gpu]" in done.stdout
+    assert "pip install 'foldmoe[gpu]'" in done.stdout
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from foldmoe.planner import capability
-from foldmoe.runtime.streams import beside
+from foldmoe.runtime.streams import beside, side_stream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foldmoe.moe import Activation, ExpertWeights, LayerSpec
     from foldmoe.moe.spec import ActivationPrecision
     from foldmoe.planner.devices import Device
-    from foldmoe.planner.plan import Rows
+    from foldmoe.planner.plan import LayerPlan, Rows
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,15 @@ class PackedLayer(ABC):
     def stats(self) -> dict[str, object]:
         """Counters and facts for people: ids that were out of range, the config last chosen, tuned-table hits."""
         return {}
+
+
+def run_planned(layer: PackedLayer, plan: LayerPlan, call: Call, rows: int) -> Tensor:
+    """``call`` in the arm that its layer's plan has for a batch of ``rows`` tokens."""
+    if plan.strategy == "slot" or plan.folds_at(rows):
+        return layer.forward(call, folded=True)
+    if plan.arm == "serial" or call.x.device.type not in ("cuda", "meta"):
+        return layer.forward(call, folded=False)
+    return layer.forward_dual(call, None if call.x.is_meta else side_stream(call.x.device))
 
 
 class Backend(ABC):

@@ -11,6 +11,7 @@ from foldmoe.bench import ceilings, oracle, shapes, stock, timing, versions
 from foldmoe.bench.peers import peer_arms
 from foldmoe.bench.result import LayerResult, Request, Row
 from foldmoe.layer import FoldedMoE
+from foldmoe.moe.spec import in_words
 from foldmoe.planner import FusionPolicy
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def run(request: Request, progress: Callable[[str], None] | None = None) -> Laye
         request,
         request.shape,
         shape.what,
-        f"H {shape.spec.hidden}, routed {shape.spec.routed}, shared {shape.spec.shared}, top-{shape.spec.top_k}",
+        in_words(shape.spec),
         ceilings.measure(device, fp8=shape.spec.activations != "bf16"),
         versions.collect(device),
         command=request.command,

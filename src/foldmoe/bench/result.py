@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from foldmoe import result_file
@@ -44,14 +43,7 @@ class Request:
     @property
     def command(self) -> str:
         """The command line that asks for the same; fields at their default are left out."""
-        words = ["foldmoe", "bench", "layer"]
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value == option.default:
-                continue
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{option.name.replace('_', '-')}", text]
-        return shlex.join(words)
+        return result_file.command(("foldmoe", "bench", "layer"), self)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -120,6 +120,6 @@ def _graph_timer(step: Step, inputs: int, replays: int = 4) -> Callable[[int], f
     return run
 
 
-def median_seconds(step: Callable[[], object], device: torch.device, repeats: Sequence[int] = range(12)) -> float:
+def median_seconds(step: Callable[[], object], device: torch.device, rounds: int = 12) -> float:
     """A single operation on its own, for ceilings."""
-    return interleaved({"": lambda _: step()}, inputs=1, rounds=len(repeats), device=device)[""].median
+    return interleaved({"": lambda _: step()}, inputs=1, rounds=rounds, device=device)[""].median

@@ -86,9 +86,9 @@ def _config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"config.json is no JSON: {error}") from error
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise CheckpointError("config.json holds no JSON object")
+        raise CheckpointError(f"{path} holds no JSON object")
     return found, ()
 
 

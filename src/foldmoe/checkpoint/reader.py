@@ -15,6 +15,7 @@ from torch import Tensor
 from foldmoe.checkpoint.families import Matrix, Slot
 from foldmoe.checkpoint.shards import CheckpointError
 from foldmoe.formats import QuantizedTensor, refuse_nan
+from foldmoe.formats.blocks import plain_bytes
 from foldmoe.formats.cutting import regrid
 from foldmoe.moe.spec import Placement
 from foldmoe.moe.weights import ExpertWeights
@@ -193,9 +194,4 @@ def _copy(into: ExpertWeights, at: int, one: ExpertWeights) -> None:
     for target, source in ((into.gate_up, one.gate_up), (into.down, one.down)):
         stored = source.tensors()
         for role, tensor in target.tensors().items():
-            _bytes(tensor)[at].copy_(_bytes(stored[role])[0])
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """One-byte dtypes travel as uint8: torch does not copy all of them."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+            plain_bytes(tensor)[at].copy_(plain_bytes(stored[role])[0])

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foldmoe.checkpoint.families import Matrix, Slot
 from foldmoe.checkpoint.headers import INDEX_NAME, Headers, read_headers
 from foldmoe.checkpoint.reader import TensorReader, stored_matrix
 from foldmoe.checkpoint.shard_writer import Outgoing, file_chunks, write_shard
@@ -29,7 +28,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MATRICES: tuple[Matrix, ...] = ("gate", "up", "gate_up", "down")
+    from foldmoe.checkpoint.families import Matrix, Slot
+    from foldmoe.checkpoint.stored import StoredMatrix
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def requantize(source: str | Path, out: str | Path, *, progress: Callable[[str],
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = sum(h.nbytes for h in headers.tensors.values()), shutil.disk_usage(folder).free
     if needed > free:
-        raise CheckpointError(f"{out}: about {needed:,} bytes are needed, {free:,} are free")
+        raise CheckpointError(f"{out}: about {needed:,} bytes are needed, {free:,} are free; give a folder elsewhere")
     with TensorReader(headers) as reader:
         quantized = _Quantizer(reader, changes)
         weight_map = _write_shards(headers, headers.root, folder, quantized, progress or (lambda _: None))
@@ -120,21 +120,14 @@ def _changes(layer: MoELayer) -> Iterator[_Change]:
     if isinstance(layer.spec, OpaqueLayer) or stored is None or stored.format is Format.MXFP4:
         return
     suffix = next((n.rsplit(".", 1)[1] for s, n in _routed_names(layer).items() if s.kind == "scales"), "weight_scale")
-    for matrix in MATRICES:
-        values = layer.block.shared.get(Slot(matrix, "values"))
-        if values is not None:
-            scales = layer.block.shared.get(Slot(matrix, "scales"))
-            made = f"{values.removesuffix('.weight')}.{suffix}"
-            rows, columns = _logical_shape(layer, matrix)
-            yield _Change(layer, matrix, values, scales or made, scales is None, (rows, columns))
-
-
-def _logical_shape(layer: MoELayer, matrix: Matrix) -> tuple[int, int]:
-    stored = layer.audit.shared
-    assert stored is not None
-    if matrix == "down":
-        return stored.hidden, stored.width
-    return (2 * stored.width if matrix == "gate_up" else stored.width), stored.hidden
+    parts: dict[Matrix, StoredMatrix | None] = {
+        "gate": stored.gate, "up": stored.up, "gate_up": stored.gate_up, "down": stored.down
+    }  # fmt: skip
+    for matrix, part in parts.items():
+        if part is not None:
+            made = f"{part.values.removesuffix('.weight')}.{suffix}"
+            shape = part.rows, part.columns
+            yield _Change(layer, matrix, part.values, part.scales or made, part.scales is None, shape)
 
 
 def _routed_names(layer: MoELayer) -> dict[Slot, str]:

@@ -35,8 +35,6 @@ TORCH_DTYPES = {
     "F4": torch.float4_e2m1fn_x2,
 }  # fmt: skip
 
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read as it is; the message names the file or tensor and says what to do."""

@@ -17,6 +17,7 @@ from foldmoe.cli.bench_merge import merged
 from foldmoe.cli.bench_parallel import parallel
 from foldmoe.cli.bench_serve import serve
 from foldmoe.cli.console import console
+from foldmoe.cli.numbers import numbers
 from foldmoe.report.bench_table import bench_table
 from foldmoe.report.compare_table import compare_table
 
@@ -48,7 +49,7 @@ def layer(
         old = LayerResult.load(against) if against else None
         request = Request(
             shape,
-            tuple(int(part) for part in tokens.split(",")),
+            numbers("--tokens", tokens),
             tuple(arms.split(",")),
             backend,
             rounds,

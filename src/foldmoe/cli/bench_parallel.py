@@ -13,6 +13,7 @@ from foldmoe.bench.parallel.result import TRANSPORTS, ParallelRequest
 from foldmoe.bench.shapes import SHAPES, WHOLE
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
+from foldmoe.cli.numbers import numbers
 from foldmoe.report.parallel_table import parallel_table
 
 _WIDTH = 170
@@ -36,7 +37,7 @@ def parallel(
     with errors.shown():
         request = ParallelRequest(
             shape,
-            tuple(int(part) for part in tokens.split(",")),
+            numbers("--tokens", tokens),
             tuple(transports.split(",")),
             tuple(arms.split(",")),
             tuple(schemes.split(",")),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 _PIPED_WIDTH = 120
 
@@ -14,3 +16,27 @@ def console() -> Console:
     """A console as wide as the terminal; a pipe or a file, which has no width, gets room for every column."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=_PIPED_WIDTH if piped else None)
+
+
+class Bars:
+    """A progress bar a step, below each other.
+
+    Args:
+        screen: where they are drawn; use as a context manager.
+    """
+
+    def __init__(self, screen: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=screen)
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def step(self, label: str, total: int | None) -> Callable[[int], None]:
+        """Begin a step of ``total`` units (None: unknown); call the result with the units done since the last call."""
+        task = self._progress.add_task(label, total=total)
+        return lambda done: self._progress.advance(task, done)

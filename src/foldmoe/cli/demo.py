@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from foldmoe import demo as logic
 from foldmoe.cli import errors
-from foldmoe.cli.console import console
+from foldmoe.cli.console import Bars, console
 from foldmoe.report.demo_table import demo_answers, demo_table
 from foldmoe.report.plan_table import plan_table
-
-
-class _Bars:
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def step(self, label: str, total: int) -> Callable[[int], None]:
-        task = self._progress.add_task(label, total=total)
-        return lambda done: self._progress.advance(task, done)
 
 
 def demo(
@@ -30,9 +19,8 @@ def demo(
 ) -> None:
     """Plan a DeepSeek-V4 checkpoint, run it unfolded, folded natively and folded into a slot, and compare."""
     screen = console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with errors.shown(), Progress(*columns, console=screen) as progress:
-        result = logic.run(_Bars(progress), items=items, device=device)
+    with errors.shown(), Bars(screen) as bars:
+        result = logic.run(bars, items=items, device=device)
     screen.print(plan_table(result.plan))
     if result.trained:
         screen.print(demo_answers(result))

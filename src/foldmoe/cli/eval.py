@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from foldmoe.bench.serve import ranks
 from foldmoe.bench.versions import collect
 from foldmoe.cli import errors
-from foldmoe.cli.console import console
+from foldmoe.cli.console import Bars, console
+from foldmoe.cli.numbers import numbers
 from foldmoe.evaluate.arms import ARMS
 from foldmoe.evaluate.presets import PRESETS
 from foldmoe.evaluate.request import OWN_TASKS, from_options
@@ -21,15 +20,6 @@ from foldmoe.evaluate.run import run
 from foldmoe.report.eval_table import eval_report
 
 _USUAL_ARMS = "serial,native,slot-requantized,transformers,shared-zeroed,routed-zeroed"
-
-
-class _Bars:
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def step(self, label: str, total: int | None) -> Callable[[int], None]:
-        number = self._progress.add_task(label, total=total)
-        return lambda done: self._progress.advance(number, done)
 
 
 def evaluate(
@@ -63,7 +53,6 @@ def evaluate(
 ) -> None:
     """Ask the same questions in every arm; say whether the answers differ by more than chance."""
     screen = console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with errors.shown():
         served, states = _pairs("--server", server), _pairs("--state-dir", state_dir)
         request = from_options(
@@ -80,7 +69,7 @@ def evaluate(
             chat=chat,
             concurrency=concurrency,
             batch=batch,
-            lengths=tuple(map(int, _words(lengths) or ())) or None,
+            lengths=numbers("--lengths", lengths) if lengths else None,
             think_end=think_end,
             margin=margin,
             device=device,
@@ -88,8 +77,8 @@ def evaluate(
         runs = {arm: _runs(arm, Path(folder)) for arm, folder in request.state_dir.items()}
         target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         versions = collect(target, "lm_eval", "scipy")
-        with Progress(*columns, console=screen) as progress:
-            result = run(request, _Bars(progress), versions=versions, states=runs)
+        with Bars(screen) as bars:
+            result = run(request, bars, versions=versions, states=runs)
         screen.print(eval_report(result))
         if out:
             result.save(out)

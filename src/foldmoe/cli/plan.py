@@ -14,6 +14,7 @@ import foldmoe
 import foldmoe.backends  # registers the backends that the planner asks
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
+from foldmoe.cli.numbers import numbers
 from foldmoe.cli.policy import asked
 from foldmoe.parallel.estimate import estimate as estimated
 from foldmoe.parallel.kernel_times import EFFICIENCY, Measured
@@ -56,7 +57,7 @@ def plan(
         found = plan_checkpoint(path_or_repo, policy=policy, ep_size=ep, tp_size=tp, device=device)
         expected = None
         if estimate:
-            counts = [int(part) for part in tokens.split(",")]
+            counts = numbers("--tokens", tokens)
             table = Measured.read(measured) if measured else None
             expected = estimated(found, counts, link=link, efficiency=efficiency, measured=table)
     if as_json:

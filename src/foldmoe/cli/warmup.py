@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
+from foldmoe.cli.numbers import numbers
 from foldmoe.cli.policy import asked
 from foldmoe.planner import plan_checkpoint
 from foldmoe.planner.devices import KNOWN
@@ -50,7 +51,7 @@ def warmup(
     """
     with errors.shown():
         policy = asked(fold=fold, activations=activations, backend=backend, allow_requantize=allow_requantize)
-        counts = tuple(int(part) for part in tokens.split(",")) if tokens else sizes(max_tokens)
+        counts = numbers("--tokens", tokens) if tokens else sizes(max_tokens)
         calls = Calls(counts, on_device=tuple(name for name in on_device.split(",") if name))
         found = plan_checkpoint(path_or_repo, policy=policy, ep_size=ep, tp_size=tp, device=device)
         if found.device.kind == "cpu":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from foldmoe import result_file
 from foldmoe.evaluate.presets import PRESETS
 
 MARGIN = 0.03
@@ -71,7 +71,7 @@ class Request:
                 "gsm8k and whatever else lm-eval knows"
             )
         if stray := sorted(set(self.state_dir) - set(self.server)):
-            raise ValueError(f"--state-dir of {', '.join(stray)}, which no --server names")
+            raise ValueError(f"--state-dir of {', '.join(stray)}, which no --server names: add --server {stray[0]}=URL")
         if (mixed := set(self.tasks) & set(OWN_TASKS)) and len(mixed) < len(set(self.tasks)):
             raise ValueError(
                 f"{', '.join(sorted(mixed))} run without lm-eval, the other tasks with it; "
@@ -87,20 +87,9 @@ class Request:
     def command(self) -> str:
         """The command line that asks for the same; options at their default, or the preset's, are left out."""
         words = ["foldmoe", "eval"] + ([self.checkpoint] if self.checkpoint else [])
-        preset = PRESETS.get(self.preset or "", {})
-        for option in fields(self):
-            value = getattr(self, option.name)
-            usual = {} if option.default is MISSING else preset.get(option.name, option.default)
-            if option.name in ("checkpoint", "generation") or value == usual:
-                continue
-            name = f"--{option.name.replace('_', '-')}"
-            if isinstance(value, dict):
-                words += [word for key, entry in value.items() for word in (name, f"{key}={entry}")]
-            elif isinstance(value, bool):
-                words.append(name if value else name.replace("--", "--no-"))
-            else:
-                words += [name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-        return shlex.join(words)
+        # The checkpoint is an argument, generation the preset's alone.
+        usual = {"checkpoint": self.checkpoint, "generation": self.generation, "server": {}, "state_dir": {}}
+        return result_file.command(words, self, PRESETS.get(self.preset or "", {}) | usual)
 
 
 def from_options(**options: Any) -> Request:

@@ -38,14 +38,12 @@ class TaskAnswers:
         tokens: new token ids, one list an item, in the order of the items.
         texts: the same as text.
         solved: which of them are right.
-        seconds: spent generating.
     """
 
     items: tuple[Item, ...]
     tokens: tuple[tuple[int, ...], ...]
     texts: tuple[str, ...]
     solved: tuple[bool, ...]
-    seconds: float
 
     @property
     def score(self) -> float:
@@ -75,13 +73,11 @@ def answer(
     progress: Callable[[int], None] | None = None,
 ) -> TaskAnswers:
     """Greedy answers to ``asked``; a batch holds prompts of similar lengths, padded on the left."""
-    start = time.perf_counter()
     prompts = [item.prompt for item in asked]
     said = generate(model, tokenizer, prompts, token_limit=longest, batch=batch, progress=progress)
-    seconds = time.perf_counter() - start
     texts = tuple(one.text for one in said)
     solved = tuple(item.is_solved_by(text) for item, text in zip(asked, texts, strict=True))
-    return TaskAnswers(tuple(asked), tuple(one.tokens for one in said), texts, solved, seconds)
+    return TaskAnswers(tuple(asked), tuple(one.tokens for one in said), texts, solved)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import gcd
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -31,6 +29,11 @@ def groups(matrix: Tensor, size: int) -> Tensor:
     return torch.unflatten(pad(matrix, (0, count * size - matrix.shape[-1])), -1, (count, size))
 
 
+def plain_bytes(tensor: Tensor) -> Tensor:
+    """One-byte dtypes as uint8, others as they are: torch does not pad, repeat, copy or concatenate all of them."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
 def regrid(scales: Tensor, rows: int, columns: int, old: Block, new: Block) -> Tensor:
     """The same scales on a finer grid: exact, since every new block lies in one old block.
 
@@ -43,8 +46,3 @@ def regrid(scales: Tensor, rows: int, columns: int, old: Block, new: Block) -> T
         if coarse != fine:
             scales = scales.repeat_interleave(coarse // fine, dim=dim).narrow(dim, 0, -(-n // fine))
     return scales
-
-
-def shard_block(block: int, width: int, parts: int) -> int:
-    """Scale block that survives cutting ``width`` into ``parts``: 128-blocks cut at 192 become 64-blocks."""
-    return gcd(block, width // parts) if width % parts == 0 else 1

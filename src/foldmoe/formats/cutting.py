@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foldmoe.formats import blocks
+from foldmoe.formats.blocks import plain_bytes
 
 if TYPE_CHECKING:
     from foldmoe.formats.tensor import QuantizedTensor
@@ -24,7 +25,7 @@ def regrid(tensor: QuantizedTensor, block: blocks.Block) -> QuantizedTensor:
     if tensor.scales is None or block == tensor.block:
         return tensor
     rows, columns = tensor.shape[-2:]
-    fine = blocks.regrid(_bytes(tensor.scales), rows, columns, tensor.block, block)
+    fine = blocks.regrid(plain_bytes(tensor.scales), rows, columns, tensor.block, block)
     return replace(tensor, scales=fine.contiguous().view(tensor.scales.dtype), block=block)
 
 
@@ -124,13 +125,8 @@ def _spread_global(tensor: QuantizedTensor, ranges: int) -> Tensor:
 
 
 def _join(first: QuantizedTensor, second: QuantizedTensor, dim: int, global_scale: Tensor | None) -> QuantizedTensor:
-    values = torch.cat((_bytes(first.values), _bytes(second.values)), dim).view(first.values.dtype)
+    values = torch.cat((plain_bytes(first.values), plain_bytes(second.values)), dim).view(first.values.dtype)
     scales = None
     if first.scales is not None and second.scales is not None:
-        scales = torch.cat((_bytes(first.scales), _bytes(second.scales)), dim).view(first.scales.dtype)
+        scales = torch.cat((plain_bytes(first.scales), plain_bytes(second.scales)), dim).view(first.scales.dtype)
     return replace(first, values=values, scales=scales, global_scale=global_scale)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """One-byte dtypes travel as uint8: torch does not pad, repeat or concatenate all of them."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

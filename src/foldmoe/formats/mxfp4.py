@@ -48,15 +48,3 @@ def _try_exponent(groups: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor, Ten
 def dequantize(tensor: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers ``[..., N, K]``: code * 2 ** (byte - 127)."""
     return tensor.dequantize(dtype)
-
-
-def row_span(tensor: QuantizedTensor) -> Tensor:
-    """Binades between the largest and smallest scale of each row, ``[..., N]`` int32.
-
-    Groups whose codes are all zero count too: their bytes must survive as well. Up to 14 binades (11 with E4M3 normals
-    only) an upcast to E4M3 relative to one exponent a row is exact.
-    """
-    if tensor.scales is None:
-        raise ValueError("MXFP4 needs scales")
-    code = e8m0.as_bytes(tensor.scales).to(torch.int32)
-    return code.amax(dim=-1) - code.amin(dim=-1)

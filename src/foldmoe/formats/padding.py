@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foldmoe.formats import blocks
+from foldmoe.formats.blocks import plain_bytes
 from foldmoe.formats.cutting import cut, stack_rows
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ def _pad_columns(tensor: QuantizedTensor, columns: int) -> QuantizedTensor:
 def _grow(tensor: QuantizedTensor, rows: int, columns: int) -> QuantizedTensor:
     n, k = tensor.shape[-2] + rows, tensor.shape[-1] + columns
     stored_columns = columns // 2 if tensor.format.packed else columns
-    values = pad(_bytes(tensor.values), (0, stored_columns, 0, rows)).view(tensor.values.dtype)
+    values = pad(plain_bytes(tensor.values), (0, stored_columns, 0, rows)).view(tensor.values.dtype)
     scales = tensor.scales
     if scales is not None:
         want = blocks.scale_shape(n, k, tensor.block)
         grow = (0, want[1] - scales.shape[-1], 0, want[0] - scales.shape[-2])
-        scales = pad(_bytes(scales), grow, value=_one(scales)).view(scales.dtype)
+        scales = pad(plain_bytes(scales), grow, value=_one(scales)).view(scales.dtype)
     return replace(tensor, values=values, scales=scales)
 
 
@@ -83,11 +84,6 @@ def _shrink(tensor: QuantizedTensor, rows: int, columns: int) -> QuantizedTensor
         scales = scales[..., :n, :k]
     stored_columns = columns // 2 if tensor.format.packed else columns
     return replace(tensor, values=tensor.values[..., :rows, :stored_columns], scales=scales)
-
-
-def _bytes(t: Tensor) -> Tensor:
-    """torch pads and concatenates plain dtypes only; one-byte floats travel as bytes."""
-    return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
 def _one(scales: Tensor) -> float:

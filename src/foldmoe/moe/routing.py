@@ -18,6 +18,9 @@ def scores(logits: Tensor, scoring: Scoring) -> Tensor:
     """Router logits ``[M, E]`` to scores ``[M, E]`` (float32).
 
     Sources: softmax, Qwen and DeepSeek-V2; sigmoid, DeepSeek-V3 and GLM-4.5; sqrt(softplus), DeepSeek-V4.
+
+    Raises:
+        ValueError: an unknown ``scoring``.
     """
     wide = logits.to(torch.float32)
     if scoring == "softmax":
@@ -55,7 +58,10 @@ def top_k(
     """
     tokens, experts = logits.shape
     if experts % groups or not 0 < top_groups <= groups:
-        raise ValueError(f"{experts} experts in {groups} groups, {top_groups} of them chosen")
+        raise ValueError(
+            f"{experts} experts in {groups} groups, {top_groups} of them chosen; expected groups of equal size, and at "
+            "least one and at most all of them chosen"
+        )
     if not 0 <= k <= experts // groups * top_groups:
         raise ValueError(f"top-k {k} of {experts // groups * top_groups} experts that can be chosen")
     plain = scores(logits, scoring)

@@ -83,7 +83,7 @@ class SlotMap:
             ValueError: for a rank that does not exist.
         """
         if not 0 <= rank < len(self.experts_per_rank):
-            raise ValueError(f"rank {rank} of {len(self.experts_per_rank)}")
+            raise ValueError(f"rank {rank} of {len(self.experts_per_rank)} ranks; the first is rank 0")
         return sum(self.experts_per_rank[: rank + 1]) + rank
 
     @property
@@ -190,15 +190,12 @@ def check_replicas(physical: Tensor) -> None:
         raise ValueError("physical: an expert's replicas come first in its row, then -1")
 
 
-def to_physical(
-    logical_ids: Tensor, physical: Tensor, *, replicas: Tensor | None = None, checked: bool = False
-) -> Tensor:
+def to_physical(logical_ids: Tensor, physical: Tensor, *, checked: bool = False) -> Tensor:
     """Logical to physical experts under redundant placement (EPLB), before any slot map.
 
     Args:
         logical_ids: ``[M, K]``, -1 for none.
         physical: ``[n, max_replicas]`` physical ids of each logical expert, -1 where it has fewer replicas.
-        replicas: ``[n]`` replicas of each; counted from ``physical`` if None.
         checked: :func:`check_replicas` passed: skip the look at the result, for which a GPU would have to be waited.
 
     Returns:
@@ -207,7 +204,7 @@ def to_physical(
     Raises:
         ValueError: if an expert that a token chose has no replica: its route would vanish.
     """
-    counts = (physical >= 0).sum(dim=-1) if replicas is None else replicas
+    counts = (physical >= 0).sum(dim=-1)
     safe = logical_ids.clamp_min(0).to(torch.int64)
     row = torch.arange(logical_ids.shape[0], device=logical_ids.device)[:, None]
     chosen = physical[safe, row % counts[safe].clamp_min(1)].to(logical_ids.dtype)

@@ -140,6 +140,11 @@ class LayerSpec:
         return replace(self, routed=routed, shared=shared, top_k=min(self.top_k, count))
 
 
+def in_words(spec: LayerSpec) -> str:
+    """Sizes and formats in one line, which results keep and are compared by."""
+    return f"H {spec.hidden}, routed {spec.routed}, shared {spec.shared}, top-{spec.top_k}"
+
+
 @dataclass(frozen=True)
 class Placement:
     """Which part of the layer this rank holds.
@@ -156,7 +161,7 @@ class Placement:
     def __post_init__(self) -> None:
         for kind, rank, size in (("ep", self.ep_rank, self.ep_size), ("tp", self.tp_rank, self.tp_size)):
             if size < 1 or not 0 <= rank < size:
-                raise ValueError(f"{kind}_rank {rank} of {kind}_size {size}")
+                raise ValueError(f"{kind}_rank {rank} of {kind}_size {size}; expected a size >= 1, ranks from 0 up")
 
     def experts(self, count: int) -> range:
         """Global ids of the routed experts that this rank holds, of ``count`` in all."""

@@ -66,6 +66,9 @@ class ExpertWeights:
         """A stack whose halves are in the stated order; nothing in the numbers tells gate from up.
 
         A scale block that reaches over the boundary between the halves is split, which changes no value.
+
+        Raises:
+            ValueError: another order, or shapes that do not belong together.
         """
         if order not in ("gate_up", "up_gate"):
             raise ValueError(f"order must be 'gate_up' or 'up_gate', found {order!r}")
@@ -133,6 +136,6 @@ class ExpertWeights:
         if self.width % size or (self.format.packed and part % 2):
             raise ValueError(f"a width of {self.width} does not cut into {size} equal {self.format.value} shards")
         if not 0 <= rank < size:
-            raise ValueError(f"rank {rank} of {size}")
+            raise ValueError(f"rank {rank} of {size} ranks; the first is rank 0")
         gate, up = (cut(half, -2, rank * part, part) for half in self.gate_and_up())
         return ExpertWeights.from_parts(gate, up, cut(self.down, -1, rank * part, part))

@@ -14,6 +14,7 @@ from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foldmoe.moe.spec import in_words
 from foldmoe.planner.devices import KNOWN
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Measured:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(f"{path} is no result of 'foldmoe bench layer --out': {error}") from error
         if not rows:
-            raise ValueError(f"{path} holds no folded arm")
+            raise ValueError(f"{path} holds no folded arm; measure with --arms folded")
         tokens = tuple(sorted(rows))
         return cls(spec, tokens, tuple(rows[count] for count in tokens))
 
@@ -121,9 +122,9 @@ class Measured:
         Raises:
             ValueError: naming both.
         """
-        wanted = f"H {local.hidden}, routed {local.routed}, shared {local.shared}, top-{local.top_k}"
+        wanted = in_words(local)
         if wanted != self.spec:
-            raise ValueError(f"measured: {self.spec}; one rank of {local.name} is: {wanted}")
+            raise ValueError(f"measured: {self.spec}; one rank of {local.name} is: {wanted}; measure that layer")
 
     def at(self, tokens: int) -> float | None:
         """Seconds, interpolated on logarithms; None outside the table: nothing is extrapolated."""

@@ -138,7 +138,7 @@ def _obstacle(transport: Transport) -> str | None:
     if not 2 <= transport.size <= MAX_RANKS:
         return f"a group of {transport.size} ranks; mailboxes join 2 to {MAX_RANKS}"
     if find_spec("triton") is None:
-        return "triton is not installed: pip install foldmoe[gpu]"
+        return "triton is not installed: pip install 'foldmoe[gpu]'"
     if isinstance(transport, VirtualRanks):
         from foldmoe.parallel.one_sided import INTERPRETED
 

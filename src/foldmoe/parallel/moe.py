@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from foldmoe.backends.base import run_planned
 from foldmoe.moe.slots import check_replicas, expert_load, to_physical
 from foldmoe.parallel.agree import compare
 from foldmoe.parallel.exchange import choose
@@ -23,7 +24,6 @@ from foldmoe.parallel.local import Routed, Tokens, padded
 from foldmoe.parallel.remap import remap
 from foldmoe.parallel.scheme import Dispatch, Order, Scheme
 from foldmoe.parallel.transport import Transport, as_transport
-from foldmoe.runtime.streams import side_stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,8 +100,8 @@ class ExpertParallelMoE(torch.nn.Module):
         self._check_places()
         if physical is not None:
             check_replicas(physical)
-            if int(physical.max()) >= sum(self.scheme.experts_per_rank):
-                raise ValueError(f"{self.name}: physical expert {int(physical.max())} is on no rank")
+            if (last := int(physical.max())) >= (held := sum(self.scheme.experts_per_rank)):
+                raise ValueError(f"{self.name}: physical expert {last} is on no rank; they hold 0 .. {held - 1}")
         self.physical = None if physical is None else physical.to(self.transport.device)
         self.num_logical = sum(self.scheme.experts_per_rank) if physical is None else physical.shape[0]
         device = self.transport.device
@@ -169,7 +169,11 @@ class ExpertParallelMoE(torch.nn.Module):
     def forward_ranks(
         self, batches: Sequence[Tokens], *, routed_scale: float = 1.0, tokens_across_ranks: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """:meth:`forward` for every rank that is played here."""
+        """:meth:`forward` for every rank that is played here.
+
+        Raises:
+            ValueError, GroupError: see :meth:`forward`.
+        """
         counts = self._agree_on_counts(batches, tokens_across_ranks)
         capacity, largest = self.scheme.capacity, max(counts)
         if largest > capacity and self.overflow == "error":
@@ -215,12 +219,7 @@ class ExpertParallelMoE(torch.nn.Module):
         """
         if not len(call.x):
             return torch.empty_like(call.x)
-        plan = layer.plan
-        if plan.strategy == "slot" or plan.folds_at(agreed_rows):
-            return layer.packed.forward(call, folded=True)
-        if call.x.is_cuda and plan.arm != "serial":
-            return layer.packed.forward_dual(call, side_stream(call.x.device))
-        return layer.packed.forward(call, folded=False)
+        return run_planned(layer.packed, layer.plan, call, agreed_rows)
 
     def route(self, rank: int, tokens: Tokens, routed_scale: float) -> Routed:
         """Logical experts to physical ones, to slots where the exchange wants them; the scale goes into the weights."""

@@ -58,6 +58,9 @@ class DistributedTransport:
 
     Args:
         group: the process group; the default one if None.
+
+    Raises:
+        ValueError: a group that this process is no member of.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -65,7 +68,7 @@ class DistributedTransport:
         self.rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         if self.rank < 0:
-            raise ValueError("this process is no member of the group")
+            raise ValueError("this process is no member of the group; only a group's own ranks build its layers")
 
     @property
     def size(self) -> int:

@@ -103,7 +103,8 @@ class CheckpointPlan:
         for plan in self.layers:
             if plan.layer == name:
                 return plan
-        raise KeyError(f"no planned layer {name!r} in {self.source}")
+        there = ", ".join(plan.layer for plan in self.layers)
+        raise KeyError(f"no planned layer {name!r} in {self.source}; there are: {there}")
 
     @property
     def bytes_before(self) -> int:

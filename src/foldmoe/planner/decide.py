@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from foldmoe.moe.spec import ActivationPrecision, ExpertSpec, LayerSpec, Placement
 from foldmoe.planner import capability
 from foldmoe.planner.devices import Device, resolve
-from foldmoe.planner.plan import LayerPlan, Rows
+from foldmoe.planner.plan import Arm, LayerPlan, Rows
 from foldmoe.planner.policy import FusionPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
     from foldmoe.planner.capability import Capability
@@ -40,109 +43,59 @@ def plan_layer(
     policy, placement = policy or FusionPolicy(), placement or Placement()
     found = resolve(device)
     activations, reasons = _precision(spec, policy)
+    plan = partial(LayerPlan, spec, activations=activations, placement=placement)
+    stock = partial(plan, strategy="serial", arm="stock", backend="stock")
     try:
         local = spec.local(placement)
     except ValueError as error:
-        return _plan(
-            spec,
-            placement,
-            activations,
-            strategy="serial",
-            arm="stock",
-            backend="stock",
-            reasons=(*reasons, f"tensor parallel: {error}"),
-        )
-    common: dict[str, Any] = {"bytes_before": local.nbytes, "bytes_after": local.nbytes}
+        return stock(reasons=(*reasons, f"tensor parallel: {error}"))
+    stock = partial(stock, bytes_before=local.nbytes, bytes_after=local.nbytes)
     if policy.fold == "stock":
-        return _plan(
-            spec,
-            placement,
-            activations,
-            strategy="serial",
-            arm="stock",
-            backend="stock",
-            reasons=("the policy leaves the engine's own layer in place",),
-            **common,
-        )
+        return stock(reasons=("the policy leaves the engine's own layer in place",))
     obstacles = slot_obstacles(spec, policy) if policy.fold == "slot" else ()
-    run = _slotted(local) if policy.fold == "slot" and not obstacles else local
-    backend, refused = _choose(run, activations, policy, found)
+    run = slotted(local) if policy.fold == "slot" and not obstacles else local
+    asked = (capability.find(policy.backend),) if policy.backend != "auto" else capability.registered()
+    backend, refused = _first(asked, run, activations, found)
     reasons += refused
     if backend is None:
-        return _plan(
-            spec,
-            placement,
-            activations,
-            strategy="serial",
-            arm="stock",
-            backend="stock",
-            reasons=(*reasons, "no backend of ours runs this layer: the engine keeps it"),
-            **common,
-        )
-    common |= {"bytes_after": backend.packed_nbytes(run), "tiles": backend.tiles(run, found)}
+        return stock(reasons=(*reasons, "no backend of ours runs this layer: the engine keeps it"))
+    ours = partial(
+        plan,
+        backend=backend.name,
+        bytes_before=local.nbytes,
+        bytes_after=backend.packed_nbytes(run),
+        tiles=backend.tiles(run, found),
+    )
+    serial = partial(ours, strategy="serial", arm="serial")
     if spec.shared is None:
-        return _plan(
-            spec,
-            placement,
-            activations,
-            strategy="serial",
-            arm="serial",
-            backend=backend.name,
-            reasons=(*reasons, "the layer has no shared expert: nothing to fold"),
-            **common,
-        )
-    if policy.fold in ("off", "dual"):
-        arm = "serial" if policy.fold == "off" else "dual-stream"
-        return _plan(
-            spec,
-            placement,
-            activations,
-            strategy="serial",
-            arm=arm,
-            backend=backend.name,
-            reasons=(*reasons, f"the policy asks for the shared expert {_WHERE[policy.fold]}"),
-            **common,
-        )
+        return serial(reasons=(*reasons, "the layer has no shared expert: nothing to fold"))
+    if policy.fold in _UNFOLDED:
+        arm, where = _UNFOLDED[policy.fold]
+        return ours(strategy="serial", arm=arm, reasons=(*reasons, f"the policy asks for the shared expert {where}"))
     if policy.fold in ("auto", "native"):
         rows = backend.fold_rows(local, found) if policy.fold == "auto" else EVERYWHERE  # asked for by name: always
-        return _plan(
-            spec,
-            placement,
-            activations,
-            strategy="native",
-            arm="folded",
-            backend=backend.name,
-            reasons=(*reasons, *_about_rows(backend, rows)),
-            fold_rows=rows,
-            **common,
-        )
+        reasons += _about_rows(backend, rows)
+        return ours(strategy="native", arm="folded", reasons=reasons, fold_rows=rows)
     if obstacles:
-        return _plan(
-            spec,
-            placement,
-            activations,
-            strategy="serial",
-            arm="serial",
-            backend=backend.name,
-            reasons=(*reasons, *(f"slot: {o}" for o in obstacles)),
-            **common,
-        )
-    return _plan(
-        spec,
-        placement,
-        activations,
+        return serial(reasons=(*reasons, *(f"slot: {obstacle}" for obstacle in obstacles)))
+    return ours(
         strategy="slot",
         arm="folded",
-        backend=backend.name,
         reasons=reasons,
         requantize=spec.shared.format is not spec.routed.format,
-        fold_rows=EVERYWHERE,  # the shared expert is a routed one now: nothing is left to run beside
         padded_width=local.routed.width if spec.shared.width < spec.routed.width else None,
-        **common,
+        fold_rows=EVERYWHERE,  # the shared expert is a routed one now: nothing is left to run beside
     )
 
 
-def _slotted(spec: LayerSpec) -> LayerSpec:
+_UNFOLDED: dict[str, tuple[Arm, str]] = {
+    "off": ("serial", "after the routed experts"),
+    "dual": ("dual-stream", "on a second stream"),
+}
+"""Arms that are asked for, and where the shared expert then runs."""
+
+
+def slotted(spec: LayerSpec) -> LayerSpec:
     """The layer with its shared expert as one more routed one."""
     return replace(spec, routed=replace(spec.routed, count=spec.routed.count + 1), shared=None)
 
@@ -163,13 +116,6 @@ def _about_rows(backend: Capability, rows: tuple[Rows, ...]) -> tuple[str, ...]:
     return (f"{backend.name}: {reason}",)
 
 
-_WHERE = {"off": "after the routed experts", "dual": "on a second stream"}
-
-
-def _plan(spec: LayerSpec, placement: Placement, activations: ActivationPrecision, **decided: Any) -> LayerPlan:
-    return LayerPlan(spec=spec, placement=placement, activations=activations, **decided)
-
-
 def _precision(spec: LayerSpec, policy: FusionPolicy) -> tuple[ActivationPrecision, tuple[str, ...]]:
     """The activation precision, and a line where it is not the checkpoint's own."""
     if policy.activations == "checkpoint" or policy.activations == spec.activations:
@@ -178,13 +124,12 @@ def _precision(spec: LayerSpec, policy: FusionPolicy) -> tuple[ActivationPrecisi
     return policy.activations, (asked,)
 
 
-def _choose(
-    spec: LayerSpec, activations: ActivationPrecision, policy: FusionPolicy, device: Device
+def _first(
+    candidates: Iterable[Capability], spec: LayerSpec, activations: ActivationPrecision, device: Device
 ) -> tuple[Capability | None, tuple[str, ...]]:
     """The first backend that runs ``spec``, and why each one before it does not."""
-    asked = (capability.find(policy.backend),) if policy.backend != "auto" else capability.registered()
     reasons: list[str] = []
-    for candidate in asked:
+    for candidate in candidates:
         missing = candidate.unavailable(device)
         against = (missing,) if missing else candidate.supports(spec, activations)
         if not against:
@@ -206,26 +151,22 @@ def without_backend(plan: LayerPlan, reason: str, device: Device | torch.device 
     """
     found, local = resolve(device), plan.spec.local(plan.placement)
     if plan.strategy == "slot":
-        local = _slotted(local)
-    reasons = [*plan.reasons, f"{plan.backend}: {reason}"]
-    names = [candidate.name for candidate in capability.registered()]
-    for candidate in capability.registered()[names.index(plan.backend) + 1 :]:
-        missing = candidate.unavailable(found)
-        against = (missing,) if missing else candidate.supports(local, plan.activations)
-        if not against:
-            native = plan.folded and plan.strategy == "native"
-            rows = candidate.fold_rows(local, found) if native else plan.fold_rows
-            reasons += _about_rows(candidate, rows)
-            return replace(
-                plan,
-                backend=candidate.name,
-                reasons=tuple(reasons),
-                fold_rows=rows,
-                bytes_after=candidate.packed_nbytes(local),
-                tiles=candidate.tiles(local, found),
-            )
-        reasons += [f"{candidate.name}: {line}" for line in against]
-    raise ValueError(f"{plan.layer}: no backend runs this layer: {'; '.join(reasons)}")
+        local = slotted(local)
+    backends = capability.registered()
+    behind = [backend.name for backend in backends].index(plan.backend) + 1
+    backend, refused = _first(backends[behind:], local, plan.activations, found)
+    reasons = (*plan.reasons, f"{plan.backend}: {reason}", *refused)
+    if backend is None:
+        raise ValueError(f"{plan.layer}: no backend runs this layer: {'; '.join(reasons)}")
+    rows = backend.fold_rows(local, found) if plan.folded and plan.strategy == "native" else plan.fold_rows
+    return replace(
+        plan,
+        backend=backend.name,
+        reasons=(*reasons, *_about_rows(backend, rows)),
+        fold_rows=rows,
+        bytes_after=backend.packed_nbytes(local),
+        tiles=backend.tiles(local, found),
+    )
 
 
 def slot_obstacles(spec: LayerSpec, policy: FusionPolicy) -> tuple[str, ...]:

@@ -16,14 +16,12 @@ class Device:
         name: as given on the command line.
         kind: "cpu", "cuda" or "rocm".
         arch: compute capability times ten (90 for Hopper), or the gfx number for AMD; None for a CPU.
-        processors: streaming multiprocessors or compute units.
         memory_bandwidth: bytes a second; measured where a measurement exists, else the vendor's figure.
     """
 
     name: str
     kind: Literal["cpu", "cuda", "rocm"]
     arch: str | None = None
-    processors: int = 0
     memory_bandwidth: float = 0.0
 
     @property
@@ -35,12 +33,12 @@ KNOWN = {
     device.name: device
     for device in (
         Device("cpu", "cpu"),
-        Device("a100", "cuda", "sm_80", 108, 2.0e12),
-        Device("h100", "cuda", "sm_90", 132, 3.35e12),
-        Device("h200", "cuda", "sm_90", 132, 4.62e12),
-        Device("b200", "cuda", "sm_100", 148, 8.0e12),
-        Device("mi300x", "rocm", "gfx942", 304, 5.3e12),
-        Device("mi355x", "rocm", "gfx950", 256, 8.0e12),
+        Device("a100", "cuda", "sm_80", 2.0e12),
+        Device("h100", "cuda", "sm_90", 3.35e12),
+        Device("h200", "cuda", "sm_90", 4.62e12),
+        Device("b200", "cuda", "sm_100", 8.0e12),
+        Device("mi300x", "rocm", "gfx942", 5.3e12),
+        Device("mi355x", "rocm", "gfx950", 8.0e12),
     )
 }
 
@@ -65,7 +63,7 @@ def resolve(device: Device | torch.device | str | None) -> Device:
         return KNOWN["cpu"] if found.type == "cpu" else Device(str(found), "cuda")
     facts = torch.cuda.get_device_properties(found)
     if torch.version.hip is not None:
-        return Device(facts.name, "rocm", facts.gcnArchName.split(":")[0], facts.multi_processor_count)
+        return Device(facts.name, "rocm", facts.gcnArchName.split(":")[0])
     known = next((d for key, d in KNOWN.items() if key.upper() in facts.name.upper()), None)
     bandwidth = known.memory_bandwidth if known else 0.0
-    return Device(facts.name, "cuda", f"sm_{facts.major}{facts.minor}", facts.multi_processor_count, bandwidth)
+    return Device(facts.name, "cuda", f"sm_{facts.major}{facts.minor}", bandwidth)

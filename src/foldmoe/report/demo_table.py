@@ -19,7 +19,7 @@ def demo_table(result: DemoResult) -> RenderableType:
     table = Table(title="the same checkpoint, three ways", title_justify="left")
     table.add_column("how")
     table.add_column("folded")
-    for heading in ("worst layer error", "needle", "arithmetic", "tokens as serial", "ms/token", "expert bytes"):
+    for heading in ("worst layer error", "needle", "arithmetic", "tokens as serial", "expert bytes"):
         table.add_column(heading, justify="right")
     for arm in result.arms:
         table.add_row(*_cells(arm))
@@ -38,7 +38,6 @@ def _cells(arm: ArmResult) -> tuple[str, ...]:
         f"{arm.worst_error:.1e}",
         *scores,
         f"{same:,}/{total:,}" if total else "",
-        f"{arm.milliseconds_per_token:.1f}" if total else "",
         f"{arm.resident:,}",
     )
 

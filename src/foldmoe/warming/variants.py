@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foldmoe.backends import Call, get
+from foldmoe.backends.base import run_planned
+from foldmoe.planner.decide import slotted
 from foldmoe.runtime import kernel_cache
 from foldmoe.runtime.kernels import Compiler, compiling
 from foldmoe.runtime.offline import standing_in
@@ -101,7 +103,7 @@ def walk(
             with standing_in(device.kind, device.arch), kernel_cache.used(), compiling(compiler):
                 for tokens in calls.tokens:
                     for ids in calls.ids:
-                        _run(plan, layer, _call(plan, calls, tokens, ids), tokens)
+                        run_planned(layer, plan, _call(plan, calls, tokens, ids), tokens)
     return found
 
 
@@ -116,7 +118,7 @@ def _outlines(plans: Sequence[LayerPlan], device: Device) -> Iterator[tuple[Laye
         met.add(kind)
         local = plan.spec.local(plan.placement)
         if plan.strategy == "slot":
-            local = replace(local, routed=replace(local.routed, count=local.routed.count + 1), shared=None)
+            local = slotted(local)
         layer = get(plan.backend).outline(local, plan.activations, device)
         if layer is None:
             continue
@@ -141,13 +143,3 @@ def _call(plan: LayerPlan, calls: Calls, tokens: int, ids: torch.dtype) -> Call:
         gate,
         **bounds,
     )
-
-
-def _run(plan: LayerPlan, layer: PackedLayer, call: Call, tokens: int) -> None:
-    """The arm that :meth:`foldmoe.FoldedMoE.run` takes."""
-    if plan.strategy == "slot" or plan.folds_at(tokens):
-        layer.forward(call, folded=True)
-    elif plan.arm == "serial":
-        layer.forward(call, folded=False)
-    else:
-        layer.forward_dual(call, None)

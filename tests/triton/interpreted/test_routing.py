@@ -40,7 +40,7 @@ def test_sort_is_stable_and_tiles_cover_it(sort: str, monkeypatch: pytest.Monkey
     ids[ids == 3] = 2
     x = torch.zeros(tokens, 32, dtype=torch.bfloat16)
     call = call_of(replace(random_case(1, 1, 5, 32), x=x, topk_ids=ids, topk_weights=torch.ones(tokens, top_k)))
-    config = choose(layer.routed, None, tokens, top_k, Machine(1, 232448))
+    config = choose(layer.routed, None, tokens, top_k, Machine(232448))
     step = steps.Step(layer, call, layer.routed, None, config, layer._strays)
     step.prepare()
     flat = ids.flatten()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def _missing() -> str | None:
     """What has to be installed."""
     if find_spec("triton") is None:
-        return "triton is not installed: pip install foldmoe[gpu]"
+        return "triton is not installed: pip install 'foldmoe[gpu]'"
     try:
         gluon = find_spec("triton.experimental.gluon")
     except ModuleNotFoundError:

@@ -62,7 +62,8 @@ def check_fp8_block(scales: Tensor, block: tuple[int, int], *, name: str = "weig
     if block[0] % 8 or block[1] % 32:
         raise ValueError(f"{name}: scale blocks of {block[0]}x{block[1]}; rows must be a multiple of 8, columns of 32")
     if scales.numel() and not bool(((scales > 2.0**-100) & (scales < 2.0**100)).all()):
-        raise Unsupported(f"{name}: a scale lies outside 2**-100 .. 2**100")
+        low, high = (float(end) for end in scales.aminmax())
+        raise Unsupported(f"{name}: a scale lies outside 2**-100 .. 2**100: they reach from {low:g} to {high:g}")
 
 
 def pack_fp8_block(

@@ -8,36 +8,26 @@ backend does not go into a CUDA graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from foldmoe.backends.base import Backend, Call, PackedLayer
 from foldmoe.backends.torch.linear import Groups, grouped_linear
-from foldmoe.formats import Format, QuantizedTensor, fp8
-from foldmoe.moe import Activation, ExpertWeights, LayerSpec
+from foldmoe.formats import Format, fp8
 
 if TYPE_CHECKING:
+    from foldmoe.moe import Activation, ExpertWeights, LayerSpec
     from foldmoe.moe.spec import ActivationPrecision
     from foldmoe.planner.devices import Device
 
-Keep = Literal["packed", "bf16"]
-
 
 class TorchBackend(Backend):
-    """Plain torch on any device.
-
-    Args:
-        keep: "packed" leaves weights as stored; "bf16" upcasts them once, at load, and holds only that (two to four
-            times the memory, faster on a CPU; FP8 with float32 scales is rounded to bf16).
-    """
+    """Plain torch on any device, weights left as stored."""
 
     name: ClassVar[str] = "torch"
     deterministic: ClassVar[bool] = False  # the matrix library picks its kernel by the number of rows
-
-    def __init__(self, keep: Keep = "packed") -> None:
-        self.keep: Keep = keep
 
     def unavailable(self, device: Device) -> str | None:
         return None
@@ -55,14 +45,7 @@ class TorchBackend(Backend):
         activations: ActivationPrecision,
         consume: bool = False,
     ) -> PackedLayer:
-        if self.keep == "bf16":
-            routed, shared = _plain(routed), _plain(shared) if shared else None
         return TorchLayer(routed, shared, activation, shared_activation, activations)
-
-
-def _plain(weights: ExpertWeights) -> ExpertWeights:
-    parts = (QuantizedTensor(t.dequantize(torch.bfloat16), format=Format.BF16) for t in (weights.gate_up, weights.down))
-    return ExpertWeights(*parts)
 
 
 @dataclass(eq=False)

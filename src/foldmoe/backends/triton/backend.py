@@ -36,7 +36,7 @@ class TritonBackend(Backend):
 
     def unavailable(self, device: Device) -> str | None:
         if not _installed():
-            return "triton is not installed: pip install foldmoe[gpu]"
+            return "triton is not installed: pip install 'foldmoe[gpu]'"
         if device.kind == "cpu":
             interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
             return None if interpreted else "needs a CUDA or ROCm device"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from foldmoe.backends.triton.layout import FOLDED_SCALE
+
 if TYPE_CHECKING:
     from foldmoe.backends.triton.layout import Experts, Matrix
 
@@ -46,25 +48,23 @@ class Machine:
     """What the choice depends on.
 
     Args:
-        processors: streaming multiprocessors or compute units.
         shared_memory: bytes one program may take.
         most_tokens: largest token tile. 64: with 128 an up tile's two accumulators and its rounding spill registers. 32
             on data-centre Blackwell, where Triton 3.6 gives every dot of a step its own piece of tensor memory.
         most_stages: depth of the software pipeline; AMD's wants two.
     """
 
-    processors: int
     shared_memory: int
     most_tokens: int = 64
     most_stages: int = 4
 
 
 MACHINES = {
-    "sm_80": Machine(108, 166912),
-    "sm_90": Machine(132, 232448),
-    "sm_100": Machine(148, 232448, most_tokens=32),
-    "gfx942": Machine(304, 65536, most_stages=2),
-    "gfx950": Machine(256, 163840, most_stages=2),
+    "sm_80": Machine(166912),
+    "sm_90": Machine(232448),
+    "sm_100": Machine(232448, most_tokens=32),
+    "gfx942": Machine(65536, most_stages=2),
+    "gfx950": Machine(163840, most_stages=2),
 }
 """GPUs that kernels are compiled for ahead, by architecture."""
 
@@ -103,5 +103,5 @@ def _gemm(sets: list[Matrix | None], rows: int, matrices: int, tiles: tuple[int,
 
 def _stage_bytes(matrix: Matrix, rows: int, tokens: int) -> int:
     weights = rows * matrix.step * matrix.bits // 8
-    scales = rows * max(1, matrix.step // matrix.block[1]) if matrix.scale == 1 else 0
+    scales = rows * max(1, matrix.step // matrix.block[1]) if matrix.scale == FOLDED_SCALE else 0
     return weights + scales + 2 * tokens * matrix.step

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 def machine_of(device: torch.device) -> configs.Machine:
     """What a torch device offers the kernels."""
     if device.type != "cuda":  # the interpreter; a Hopper's shared memory will do
-        return configs.Machine(1, 232448)
+        return configs.Machine(232448)
     facts = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         memory = 163840 if "gfx950" in facts.gcnArchName else 65536
-        return configs.Machine(facts.multi_processor_count, memory, most_stages=2)
+        return configs.Machine(memory, most_stages=2)
     memory = getattr(facts, "shared_memory_per_block_optin", 101376)
-    return configs.Machine(facts.multi_processor_count, memory, most_tokens=32 if facts.major == 10 else 64)
+    return configs.Machine(memory, most_tokens=32 if facts.major == 10 else 64)
 
 
 class TritonLayer(PackedLayer):

@@ -30,7 +30,7 @@ class Matrix:
     Args:
         words: ``[E, N, K / planes]`` int16 (bf16 for plain weights), a view of the stored values.
         scales: ``[E, N / sn, K / sk]`` uint8 or float, a view of the stored scales; the words where there are none.
-        rows, columns: N, K.
+        columns: K.
         planes: columns a word.
         step: columns the kernel takes at a time.
         scale: 0 none; 1 E8M0, multiplied into the weights; 2 float, multiplied onto partial sums.
@@ -40,7 +40,6 @@ class Matrix:
 
     words: Tensor
     scales: Tensor
-    rows: int
     columns: int
     planes: int
     step: int
@@ -76,7 +75,7 @@ def matrix(tensor: QuantizedTensor, name: str) -> Matrix:
     Raises:
         ValueError: values that are not contiguous along K, are plain floats other than bf16, or a scale of NaN.
     """
-    rows, columns = tensor.shape[-2:]
+    columns = tensor.shape[-1]
     values = tensor.values
     if values.stride(-1) != 1:
         raise ValueError(
@@ -85,18 +84,18 @@ def matrix(tensor: QuantizedTensor, name: str) -> Matrix:
     if tensor.format is Format.BF16:
         if values.dtype != torch.bfloat16:
             raise ValueError(f"{name}: plain weights must be bfloat16, found {values.dtype}")
-        return Matrix(values, values, rows, columns, 1, _STEPS[1], NO_SCALE, False, (1, _STEPS[1]))
+        return Matrix(values, values, columns, 1, _STEPS[1], NO_SCALE, False, (1, _STEPS[1]))
     assert tensor.scales is not None
     words = values.view(torch.uint8).view(torch.int16)
     planes = 4 if tensor.format.packed else 2
     if not tensor.e8m0_scales:
         step = min(_STEPS[planes], tensor.block[1])
-        return Matrix(words, tensor.scales, rows, columns, planes, step, PARTIAL_SCALE, False, tensor.block)
+        return Matrix(words, tensor.scales, columns, planes, step, PARTIAL_SCALE, False, tensor.block)
     scales = tensor.scales.view(torch.uint8)
     known = scales.numel() and not scales.is_meta  # an outline's scales are taken to be small
     largest = int(scales.max()) if known else 0
     wide = largest > 254 - (126 if planes == 4 else 120)
-    return Matrix(words, scales, rows, columns, planes, _STEPS[planes], FOLDED_SCALE, wide, tensor.block)
+    return Matrix(words, scales, columns, planes, _STEPS[planes], FOLDED_SCALE, wide, tensor.block)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from foldmoe import result_file
@@ -46,14 +45,7 @@ class ParallelRequest:
     @property
     def command(self) -> str:
         """The command line that asks for the same; fields at their default are left out."""
-        words = ["foldmoe", "bench", "parallel"]
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value != option.default:
-                words += [
-                    f"--{option.name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                ]  # fmt: skip
-        return shlex.join(words)
+        return result_file.command(("foldmoe", "bench", "parallel"), self)
 
 
 @dataclass(frozen=True)

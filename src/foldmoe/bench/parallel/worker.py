@@ -18,6 +18,7 @@ from foldmoe.bench.parallel import timing
 from foldmoe.bench.parallel.layers import folds, layer_of, policy, whole
 from foldmoe.bench.parallel.result import TRANSPORTS, ParallelRequest, ParallelResult, ParallelRow
 from foldmoe.moe import Placement
+from foldmoe.moe.spec import in_words
 from foldmoe.parallel import DistributedTransport, ExpertParallelMoE, Scheme, Tokens
 from foldmoe.parallel.estimate import phases, remote_rows
 from foldmoe.parallel.kernel_times import Floor
@@ -106,11 +107,10 @@ class Rank:
         self._warm_up(ways)
         while not ready.exists():
             sleep(0.05)
-        local = self.spec.local(self.place)
         result = ParallelResult(
             self.request,
             shapes.SHAPES[self.request.shape].what,
-            f"H {local.hidden}, routed {local.routed}, shared {local.shared}, top-{local.top_k}",
+            in_words(self.spec.local(self.place)),
             self.ranks,
             ways[0].layers[0].stats()["backend"] if ways else "none",
             link,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from foldmoe.bench.shapes import Batch
     from foldmoe.moe import ExpertWeights, LayerSpec
-    from foldmoe.moe.spec import ActivationPrecision
 
 ARMS = ("serial", "dual-stream")
 """Where a peer's shared expert can run."""
@@ -51,16 +50,12 @@ class Peer(ABC):
     Attributes:
         name: on the command line.
         package: what to install, as pip takes it.
-        what: one line: formats, scales, where the shared expert's kernel is from.
-        activations: precision of x and of the hidden activations.
         tolerance: largest relative error against the oracle on unquantised activations.
         arms: :data:`ARMS`, or :data:`ONE_MORE`.
     """
 
     name: ClassVar[str]
     package: ClassVar[str]
-    what: ClassVar[str]
-    activations: ClassVar[ActivationPrecision]
     tolerance: ClassVar[float]
     arms: ClassVar[tuple[str, ...]] = ARMS
 

@@ -6,7 +6,7 @@ round, GEMM 2, weighted sum. vLLM itself leaves batches under 128 tokens to anot
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from foldmoe.bench.shapes import Batch
     from foldmoe.moe import ExpertWeights, LayerSpec
-    from foldmoe.moe.spec import ActivationPrecision
 
 _MULTIPLE = 128
 _GATHERED = 1024
@@ -77,12 +76,10 @@ class DeepGemmLayer(VllmLayer):
 
 
 class DeepGemm(Peer):
-    """FP8 experts as DeepSeek-V3 has them."""
+    """W8A8, 1x128 by 128x128 scales (1.9 times MXFP4's bytes), as DeepSeek-V3 has them."""
 
     name = "deepgemm"
     package = vllm_layer.PACKAGE
-    what = "W8A8, 1x128 by 128x128 scales (1.9 times MXFP4's bytes), DeepGEMM contiguous as vLLM ships it"
-    activations: ClassVar[ActivationPrecision] = "fp8"
     tolerance = 0.08
 
     def refusals(self, spec: LayerSpec, device: torch.device) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from foldmoe.bench.shapes import Batch
     from foldmoe.formats import QuantizedTensor
     from foldmoe.moe import ExpertWeights, LayerSpec
-    from foldmoe.moe.spec import ActivationPrecision
 
 PACKAGE = "flashinfer-python==0.7.2.post1"
 MODULES = {
@@ -136,12 +135,10 @@ def _folded(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class FlashInferCutlass(Peer):
-    """The W4A8 kernel that FlashInfer took over from Humming's scheme."""
+    """W4A8, one scale a token, CUTLASS (Humming's scheme); the shared expert by FlashInfer's FP8 block-scale GEMM."""
 
     name = "flashinfer"
     package = PACKAGE
-    what = "W4A8, one scale a token, CUTLASS; shared expert by FlashInfer's FP8 block-scale GEMM"
-    activations: ClassVar[ActivationPrecision] = "fp8_token"
     tolerance = 0.08
 
     def refusals(self, spec: LayerSpec, device: torch.device) -> list[str]:

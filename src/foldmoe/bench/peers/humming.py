@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from foldmoe.bench.shapes import Batch
     from foldmoe.formats import QuantizedTensor
     from foldmoe.moe import Activation, ExpertWeights, LayerSpec
-    from foldmoe.moe.spec import ActivationPrecision
 
 _LOCKS = 2048
 """Stream-K counters of a matrix (``humming.layer.HummingLayer``); matrices on two streams must not share them."""
@@ -190,6 +189,8 @@ class HummingLayer(PeerLayer):
 
 
 class _Humming(Peer):
+    """MXFP4 routed experts; the shared expert by humming's dense FP8 GEMM."""
+
     package = "humming-kernels==0.1.19"
     inputs: ClassVar[dict[str, Any]]
 
@@ -218,30 +219,24 @@ def shared_inputs(stored: Format) -> dict[str, Any]:
 
 
 class HummingGroup(_Humming):
-    """vLLM 0.33's default on Hopper."""
+    """W4A8, one scale per token per 128 columns: vLLM 0.33's default on Hopper."""
 
     name = "humming"
-    what = "W4A8, one scale per token per 128 columns; shared expert by its dense FP8 GEMM"
-    activations: ClassVar[ActivationPrecision] = "fp8"
     tolerance = 0.08
     inputs: ClassVar[dict[str, Any]] = {"a_dtype": "float8e4m3", "input_scale_group_size": 128}
 
 
 class HummingToken(_Humming):
-    """Cheaper scales: fewer promotions."""
+    """W4A8, one scale per token: fewer promotions."""
 
     name = "humming-token"
-    what = "W4A8, one scale per token; shared expert by its dense FP8 GEMM"
-    activations: ClassVar[ActivationPrecision] = "fp8_token"
     tolerance = 0.08
     inputs: ClassVar[dict[str, Any]] = {"a_dtype": "float8e4m3"}
 
 
 class HummingBf16(_Humming):
-    """Activations as they are."""
+    """W4A16: activations as they are."""
 
     name = "humming-w4a16"
-    what = "W4A16; shared expert by its dense FP8 GEMM"
-    activations: ClassVar[ActivationPrecision] = "bf16"
     tolerance = 0.08  # the shared expert, most of the output, is W8A8
     inputs: ClassVar[dict[str, Any]] = {"a_dtype": "bfloat16"}

@@ -7,7 +7,7 @@ other devices"), and MXFP4 weights take no int8 ones.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from foldmoe.bench.shapes import Batch
     from foldmoe.moe import ExpertWeights, LayerSpec
-    from foldmoe.moe.spec import ActivationPrecision
 
 _HIDDEN, _WIDTH = 256, 128
 """vLLM rounds hidden sizes and widths up to these (``mxfp4_round_up_hidden_size_and_intermediate_size``)."""
@@ -88,12 +87,10 @@ def mxfp4(weights: ExpertWeights) -> dict[str, Tensor]:
 
 
 class Marlin(Peer):
-    """What vLLM 0.25 serves DeepSeek-V4 with on Hopper."""
+    """W4A16, what vLLM 0.25 serves DeepSeek-V4 with on Hopper; the shared expert by DeepGEMM FP8."""
 
     name = "marlin"
     package = vllm_layer.PACKAGE
-    what = "W4A16, vLLM's default for MXFP4 on Hopper; shared expert by DeepGEMM FP8"
-    activations: ClassVar[ActivationPrecision] = "bf16"
     tolerance = 0.08  # the shared expert, most of the output, is W8A8
 
     def refusals(self, spec: LayerSpec, device: torch.device) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from foldmoe.bench.shapes import Batch
     from foldmoe.formats import QuantizedTensor
     from foldmoe.moe import Activation, ExpertWeights, LayerSpec
-    from foldmoe.moe.spec import ActivationPrecision
 
 
 class GroupedBf16:
@@ -84,12 +83,10 @@ def _gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 class TorchBf16(Peer):
-    """What torch runs everywhere."""
+    """W16A16: weights dequantised to bf16 (3.8 times MXFP4's bytes), which torch runs everywhere."""
 
     name = "torch-bf16"
     package = "torch"
-    what = "W16A16: weights dequantised to bf16 (3.8 times MXFP4's bytes), grouped_mm"
-    activations: ClassVar[ActivationPrecision] = "bf16"
     tolerance = 0.01
 
     def refusals(self, spec: LayerSpec, device: torch.device) -> list[str]:
@@ -108,12 +105,10 @@ class TorchBf16(Peer):
 
 
 class TorchFp8(Peer):
-    """What torch runs on Hopper."""
+    """W8A8 on Hopper: one scale a row of weights and of tokens (1.9 times MXFP4's bytes)."""
 
     name = "torch-fp8"
     package = "torch"
-    what = "W8A8: one scale a row of weights and of tokens (1.9 times MXFP4's bytes), scaled_grouped_mm"
-    activations: ClassVar[ActivationPrecision] = "fp8_token"
     tolerance = 0.08
 
     def refusals(self, spec: LayerSpec, device: torch.device) -> list[str]:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from foldmoe.bench.shapes import Batch
     from foldmoe.moe import Activation, ExpertWeights, LayerSpec
-    from foldmoe.moe.spec import ActivationPrecision
 
 _MODEL = "transformers.models.deepseek_v4"
 
@@ -63,12 +62,10 @@ class TransformersLayer(PeerLayer):
 
 
 class TransformersGrouped(Peer):
-    """Transformers' default."""
+    """W16A16, Transformers' default: weights dequantised to bf16 (3.8 times MXFP4's bytes)."""
 
     name = "transformers"
     package = "transformers"
-    what = "W16A16: weights dequantised to bf16 (3.8 times MXFP4's bytes), experts grouped_mm"
-    activations: ClassVar[ActivationPrecision] = "bf16"
     tolerance = 0.01
     implementation: ClassVar[str] = "grouped_mm"
 
@@ -87,10 +84,9 @@ class TransformersGrouped(Peer):
 
 
 class TransformersDeepGemm(TransformersGrouped):
-    """The one that fetches DeepGEMM from the Hub."""
+    """The same by DeepGEMM, fetched from the Hub (kernels-community/deep-gemm)."""
 
     name = "transformers-deepgemm"
-    what = "W16A16: as transformers, experts deepgemm (kernels-community/deep-gemm)"
     implementation: ClassVar[str] = "deepgemm"
 
     def refusals(self, spec: LayerSpec, device: torch.device) -> list[str]:

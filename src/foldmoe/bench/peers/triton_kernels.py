@@ -6,7 +6,7 @@ GEMM 1, clamp and SwiGLU, GEMM 2 with the routing weight, sum. OpenAI's fused Sw
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from foldmoe.bench.peers import vllm_layer
 from foldmoe.bench.peers.base import Peer, PeerLayer, hopper
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from foldmoe.bench.shapes import Batch
     from foldmoe.moe import ExpertWeights, LayerSpec
-    from foldmoe.moe.spec import ActivationPrecision
 
 
 class TritonKernelsLayer(VllmLayer):
@@ -60,12 +59,10 @@ def _swizzled(weight: Tensor, scale: Tensor) -> tuple[Any, Any]:
 
 
 class TritonKernels(Peer):
-    """gpt-oss's kernels."""
+    """W4A16, gpt-oss's kernels; the shared expert by DeepGEMM FP8."""
 
     name = "triton-kernels"
     package = vllm_layer.PACKAGE
-    what = "W4A16, OpenAI's matmul_ogs as vLLM ships it; shared expert by DeepGEMM FP8"
-    activations: ClassVar[ActivationPrecision] = "bf16"
     tolerance = 0.08  # the shared expert, most of the output, is W8A8
 
     def refusals(self, spec: LayerSpec, device: torch.device) -> list[str]:

@@ -28,7 +28,7 @@ def merge(results: Mapping[str, ServeResult]) -> ServeResult:
         ValueError: fewer than two results, some that cannot be compared, or an arm too many times.
     """
     if len(results) < 2:
-        raise ValueError("expected two results or more to merge")
+        raise ValueError(f"expected two results or more to merge, found {len(results)}")
     (first_name, merged), *others = results.items()
     merged = replace(merged, servers=[*merged.servers], runs=[*merged.runs], failures=[*merged.failures])
     for name, other in others:

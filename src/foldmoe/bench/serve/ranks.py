@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from foldmoe.integrations.vllm.record import SCHEMA
+
 if TYPE_CHECKING:
     from pathlib import Path
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True)

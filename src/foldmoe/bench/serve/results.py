@@ -5,7 +5,6 @@ Summaries (medians, changes, outliers) are not stored: :mod:`foldmoe.bench.serve
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -144,10 +143,8 @@ class ServeResult:
         return (*self.arms, self.noise_arm) if self.noise_arm else self.arms
 
     def save(self, path: Path) -> None:
-        """Write the file whole or not at all: a reader, or a crash, never sees half of it."""
-        part = path.with_suffix(".part")
-        result_file.save(part, KIND, self)
-        os.replace(part, path)
+        """Write the file that :meth:`load` reads."""
+        result_file.save(path, KIND, self)
 
     @classmethod
     def load(cls, path: Path) -> ServeResult:

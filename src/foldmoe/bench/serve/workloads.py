@@ -94,7 +94,7 @@ def parse(found: dict[str, Any], name: str) -> WorkloadSet:
         raise ValueError(f"expected an object with workloads or a sweep, found a {type(found).__name__}")
     _fields(found, {"what", "seed", "workloads", "sweep"}, "the file")
     if ("workloads" in found) == ("sweep" in found):
-        raise ValueError("expected one of workloads and sweep")
+        raise ValueError(f"expected either workloads or a sweep, found {', '.join(sorted(found)) or 'neither'}")
     workloads = _sweep(found["sweep"]) if "sweep" in found else tuple(map(_workload, found["workloads"]))
     names = [workload.name for workload in workloads]
     if not names or len(set(names)) < len(names):

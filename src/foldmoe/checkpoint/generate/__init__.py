@@ -52,7 +52,7 @@ def write(out: str | Path, config: dict[str, Any], named: Iterable[tuple[str, Te
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} already holds a checkpoint")
+        raise ValueError(f"{folder} already holds a checkpoint; give another folder")
     pairs = list(named)
     each = -(-len(pairs) // shards)
     weight_map: dict[str, str] = {}

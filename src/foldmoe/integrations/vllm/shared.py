@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.integrations.vllm.raw import set_dummy_scales
+from foldmoe.integrations.vllm.stored import FP8_BLOCKS
 from foldmoe.moe import Activation, ExpertSpec, ExpertWeights
 
 _SCALES = "weight_scale_inv"
-_FP8_BLOCKS = {format.block: format for format in (Format.FP8_128x128, Format.FP8_32x32)}
 
 
 @dataclass(frozen=True)
@@ -160,5 +160,5 @@ def _format(linear: nn.Module) -> Format | str:
         return Format.BF16
     block = getattr(linear, "weight_block_size", None)
     if weight.dtype == torch.float8_e4m3fn and scales is not None and block is not None:
-        return _FP8_BLOCKS.get(tuple(block), f"FP8 blocks of {block}")
+        return FP8_BLOCKS.get(tuple(block), f"FP8 blocks of {block}")
     return f"{str(weight.dtype).removeprefix('torch.')} by {type(getattr(linear, 'quant_method', None)).__name__}"

@@ -10,7 +10,8 @@ import torch
 
 from foldmoe.formats import Format
 
-_FP8_BLOCKS = {format.block: format for format in (Format.FP8_128x128, Format.FP8_32x32)}
+FP8_BLOCKS = {format.block: format for format in (Format.FP8_128x128, Format.FP8_32x32)}
+"""By what vLLM calls ``weight_block_size``."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ def routed_storage(quant_config: Any, skipped: bool) -> Storage | str:
             return f"routed experts stored as {algorithm} stay with vLLM"
         return Storage(Format.MXFP4, "weight_scale", torch.uint8, dynamic)
     block = quant_config.weight_block_size
-    if block is None or tuple(block) not in _FP8_BLOCKS:
+    if block is None or tuple(block) not in FP8_BLOCKS:
         return f"FP8 with weight_block_size {block}: only blocks of 128x128 and 32x32 are known here"
     e8m0 = bool(getattr(quant_config, "is_scale_e8m0", False))
     return Storage(
-        _FP8_BLOCKS[tuple(block)], "weight_scale_inv", torch.float8_e8m0fnu if e8m0 else torch.float32, dynamic
+        FP8_BLOCKS[tuple(block)], "weight_scale_inv", torch.float8_e8m0fnu if e8m0 else torch.float32, dynamic
     )

@@ -97,10 +97,7 @@ class PlanFile:
         Raises:
             ValueError: a file of another kind, or a damaged one.
         """
-        found = result_file.read(path)
-        if found["kind"] != KIND:
-            raise ValueError(f"{path} holds {found['kind']!r}; expected {KIND!r}")
-        return result_file.build(cls, found, str(path), partial=True)
+        return result_file.load(path, KIND, cls, partial=True)
 
 
 def plan_section(plan: PlanFile, path: str) -> Section:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-NO_SCALE = tl.constexpr(0)
+# How a matrix is scaled, as in ``layout.py``; 0: not at all.
 FOLDED_SCALE = tl.constexpr(1)  # power-of-two scales, multiplied into the bf16 weights
 PARTIAL_SCALE = tl.constexpr(2)  # float32 scales, multiplied onto float32 partial sums
 
