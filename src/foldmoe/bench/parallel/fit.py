@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from argparse import ArgumentParser
 from typing import TYPE_CHECKING
 
 import torch
@@ -121,4 +121,6 @@ def _us(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = ArgumentParser(prog="python -m foldmoe.bench.parallel.fit", description=__doc__.partition(": ")[2])
+    parser.add_argument("results", nargs="+", metavar="RESULT", help="what foldmoe bench parallel --out wrote")
+    main(parser.parse_args().results)
