@@ -30,38 +30,46 @@ def swiglu(acc, LIMIT: gl.constexpr, NT: gl.constexpr):
 
 
 @gluon.jit
-def _store_hidden(hidden, h, row, rows, column, inverse, NT: gl.constexpr, C: gl.constexpr):
-    """32 features of a block from ``column`` on."""
+def store_hidden(values, h, row, rows, column, NT: gl.constexpr, C: gl.constexpr):
+    """32 features of a block from ``column`` on, as they are stored."""
     HL: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
-    q = gl.convert_layout((hidden * inverse.expand_dims(0)).to(gl.float8e4nv), HL)
+    values = gl.convert_layout(values, HL)
     token = gl.arange(0, NT, gl.SliceLayout(0, HL))
     feature = gl.arange(0, 32, gl.SliceLayout(1, HL))
     at = h + (row + token).to(gl.int64).expand_dims(0) * C.geometry.h_stride + (column + feature).expand_dims(1)
-    gl.store(at, q, mask=(token < rows).expand_dims(0))
+    gl.store(at, values, mask=(token < rows).expand_dims(0))
 
 
 @gluon.jit
-def finish_up(
-    parts,
-    out,
-    row,
-    rows,
-    block,
-    counter,
-    turn,
-    amax_bufs,
-    amax_full,
-    NT: gl.constexpr,
-    LAST: gl.constexpr,
-    WG: gl.constexpr,
-    C: gl.constexpr,
-):
+def for_copies(block):
+    """Orders this thread's stores before later bulk copies of what they wrote."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [block], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def count_stored(done, counter):
+    """This warpgroup's part of a hidden block is in memory."""
+    barrier()
+    gl.atomic_add(done + counter, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def finish_up(parts, out, at, exchange, NT: gl.constexpr, LAST: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """Quantise one 128-column block of the hidden vector (all warpgroups' parts share a scale) and store it.
 
     Args:
         parts: this warpgroup's, 32 columns each.
+        at: first row, rows left, block of columns, the token tile's counter.
+        exchange: how many blocks came before this one, and where warpgroups tell each other their largest values.
         LAST: of the tile's groups of tokens: count the block as stored.
+
+    Returns:
+        How many blocks came before the next one.
     """
+    row, rows, block, counter = at
+    turn, amax_bufs, amax_full = exchange
     h, hs, done, row_capacity, _d = out
     WGS: gl.constexpr = C.warpgroups
     half = turn & 1
@@ -81,18 +89,15 @@ def finish_up(
     scale = ((power + 127) << 23).to(gl.float32, bitcast=True)
     inverse = ((127 - power) << 23).to(gl.float32, bitcast=True)
     column = block * 128 + WG * 32
-    _store_hidden(parts[0], h, row, rows, column, inverse, NT, C)
+    store_hidden((parts[0] * inverse.expand_dims(0)).to(gl.float8e4nv), h, row, rows, column, NT, C)
     if C.units == 2:
-        _store_hidden(parts[1], h, row, rows, column + 64, inverse, NT, C)
+        store_hidden((parts[1] * inverse.expand_dims(0)).to(gl.float8e4nv), h, row, rows, column + 64, NT, C)
     if WG == 0:
         token = gl.arange(0, NT, scale.type.layout)
         gl.store(hs + block.to(gl.int64) * row_capacity + row + token, scale, mask=token < rows)
-    gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [block], dtype=gl.int32, is_pure=False, pack=1
-    )
+    for_copies(block)
     if LAST:
-        barrier()
-        gl.atomic_add(done + counter, 1, sem="release", scope="gpu")
+        count_stored(done, counter)
     return turn + 1
 
 
@@ -133,13 +138,8 @@ def finish_up_tile(
     sums,
     scales,
     out,
-    first,
-    rows,
-    column,
-    counter,
-    turn,
-    amax,
-    amax_full,
+    at,
+    exchange,
     LIMIT: gl.constexpr,
     WIDTH: gl.constexpr,
     BY_ROW: gl.constexpr,
@@ -151,19 +151,23 @@ def finish_up_tile(
 
     Args:
         scales: this warpgroup's first row's and the tokens', see ``_scaled``; read where BY_ROW and BY_TOKEN say so.
+        at, exchange: see ``finish_up``, as is what comes back.
     """
+    first, rows, column, counter = at
+    turn, amax, amax_full = exchange
     UNITS: gl.constexpr = C.units
     GROUPS: gl.constexpr = len(sums) // UNITS
     for i in gl.static_range(GROUPS):
-        at = first + i * WIDTH
+        row = first + i * WIDTH
         left = rows - i * WIDTH
-        hidden = swiglu(_scaled(sums[i * UNITS], scales, 0, at, left, BY_ROW, BY_TOKEN), LIMIT, WIDTH)
+        hidden = swiglu(_scaled(sums[i * UNITS], scales, 0, row, left, BY_ROW, BY_TOKEN), LIMIT, WIDTH)
         if UNITS == 1:
             parts = (hidden,)
         else:
-            other = _scaled(sums[2 * i + 1], scales, C.warpgroups * 64, at, left, BY_ROW, BY_TOKEN)
+            other = _scaled(sums[2 * i + 1], scales, C.warpgroups * 64, row, left, BY_ROW, BY_TOKEN)
             parts = (hidden, swiglu(other, LIMIT, WIDTH))
-        turn = finish_up(parts, out, at, left, column, counter, turn, amax, amax_full, WIDTH, i == GROUPS - 1, WG, C)
+        here = (row, left, column, counter)
+        turn = finish_up(parts, out, here, (turn, amax, amax_full), WIDTH, i == GROUPS - 1, WG, C)
     return turn
 
 

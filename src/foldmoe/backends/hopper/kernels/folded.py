@@ -56,9 +56,7 @@ from foldmoe.backends.hopper.kernels.whole import whole_tile
 
 
 @gluon.jit
-def _fp4_tile(
-    tile, steps, rs, out, slot, phase, turn, ring, amax, amax_full, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr
-):
+def _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """One tile of MXFP4 experts. One copy of the K loop serves both projections: the code must stay small (a kernel
     with one a case stalled a fifth of its time on instruction fetches).
     """
@@ -67,6 +65,7 @@ def _fp4_tile(
     up, expert, block, row, rows, counter = tile
     k_up, k_down4, _k_down8 = steps
     rs1, rs2, xs = rs
+    turn = exchange[0]
     references = gl.where(up, rs1, rs2) + (expert * gl.where(up, g.up4, g.down4) + block) * 256
     prefetch(references)
     if not g.token_scales:
@@ -80,24 +79,8 @@ def _fp4_tile(
         UP_WIDTH: gl.constexpr = NT if g.token_scales else WIDTH
         first, column = late(row), late(block)
         scales = (rs1 + (expert * g.up4 + column) * 256 + WG * 64, xs)
-        turn = finish_up_tile(
-            up_sums,
-            scales,
-            out,
-            first,
-            rows,
-            column,
-            counter,
-            turn,
-            amax,
-            amax_full,
-            g.limit4,
-            UP_WIDTH,
-            True,
-            g.token_scales,
-            WG,
-            C,
-        )
+        at = (first, rows, column, counter)
+        turn = finish_up_tile(up_sums, scales, out, at, exchange, g.limit4, UP_WIDTH, True, g.token_scales, WG, C)
     else:
         if g.token_scales:
             sums, slot, phase = fp4_product(k_down4, slot, phase, ring, NT, WG, C)
@@ -108,7 +91,7 @@ def _fp4_tile(
 
 
 @gluon.jit
-def _shared_tile(tile, steps, out, slot, phase, turn, ring, kept, amax, amax_full, WG: gl.constexpr, C: gl.constexpr):
+def _shared_tile(tile, steps, out, slot, phase, exchange, ring, kept, WG: gl.constexpr, C: gl.constexpr):
     """One tile of the shared expert, likewise; an up tile's units one after the other, the first one's part kept."""
     g: gl.constexpr = C.geometry
     NT: gl.constexpr = C.shared_tokens
@@ -116,96 +99,66 @@ def _shared_tile(tile, steps, out, slot, phase, turn, ring, kept, amax, amax_ful
     UNITS: gl.constexpr = C.units
     up, _expert, block, row, rows, counter = tile
     k_up, _k_down4, k_down8 = steps
+    turn, amax, amax_full = exchange
     for unit in range(gl.where(up, UNITS, 1)):
         acc, slot, phase = fp8_product(gl.where(up, k_up, k_down8), slot, phase, ring, WG, C)
         first, column = late(row), late(block)
         if up:
             hidden = swiglu(acc, g.limit8, NT)
+            at = (first, rows, column, counter)
             if UNITS == 1:
-                turn = finish_up((hidden,), out, first, rows, column, counter, turn, amax, amax_full, NT, True, WG, C)
+                turn = finish_up((hidden,), out, at, (turn, amax, amax_full), NT, True, WG, C)
             elif unit == 0:
                 kept.index(WG).slice(0, NT, 1).store(hidden)
             else:
                 parts = (kept.index(WG).slice(0, NT, 1).load(hidden.type.layout), hidden)
-                turn = finish_up(parts, out, first, rows, column, counter, turn, amax, amax_full, NT, True, WG, C)
+                turn = finish_up(parts, out, at, (turn, amax, amax_full), NT, True, WG, C)
         else:
             finish_down(acc, out, first, rows, (column * WGS + WG) * 64, C)
     return slot, phase, turn
 
 
 @gluon.jit
-def _routed_tile(tile, shared, rest, amax, amax_full, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def _routed_tile(tile, shared, rest, exchange, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """A tile of routed experts in their format; of the shared expert too where one K loop serves both."""
     g: gl.constexpr = C.geometry
-    steps, rs, out, slot, phase, turn, ring, _kept = rest
+    steps, rs, out, slot, phase, ring, _kept = rest
     if g.whole:
         k_up, k_down, k_down8 = steps
         if C.one_loop:
             k_down = gl.where(shared, k_down8, k_down)
-        slot, phase, turn = whole_tile(
-            tile,
-            k_up,
-            k_down,
-            out,
-            slot,
-            phase,
-            turn,
-            ring,
-            amax,
-            amax_full,
-            g.limit4,
-            g.routed_groups,
-            NT,
-            WG,
-            C,
-        )
+        return whole_tile(tile, (k_up, k_down), out, slot, phase, exchange, ring, g.limit4, g.routed_groups, NT, WG, C)
     else:
-        slot, phase, turn = _fp4_tile(tile, steps, rs, out, slot, phase, turn, ring, amax, amax_full, NT, WG, C)
-    return slot, phase, turn
+        return _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, NT, WG, C)
 
 
 @gluon.jit
-def _routed(tile, shared, rest, amax, amax_full, WG: gl.constexpr, C: gl.constexpr):
+def _routed(tile, shared, rest, exchange, WG: gl.constexpr, C: gl.constexpr):
     """The same, with narrower products where the tile has few rows."""
     rows = tile[4]
     if C.tail == 0:
-        slot, phase, turn = _routed_tile(tile, shared, rest, amax, amax_full, C.tokens, WG, C)
+        slot, phase, turn = _routed_tile(tile, shared, rest, exchange, C.tokens, WG, C)
     elif rows <= C.tail:
-        slot, phase, turn = _routed_tile(tile, shared, rest, amax, amax_full, C.tail, WG, C)
+        slot, phase, turn = _routed_tile(tile, shared, rest, exchange, C.tail, WG, C)
     else:
-        slot, phase, turn = _routed_tile(tile, shared, rest, amax, amax_full, C.tokens, WG, C)
+        slot, phase, turn = _routed_tile(tile, shared, rest, exchange, C.tokens, WG, C)
     return slot, phase, turn
 
 
 @gluon.jit
-def _apart(tile, rest, amax, amax_full, WG: gl.constexpr, C: gl.constexpr):
+def _apart(tile, rest, exchange, WG: gl.constexpr, C: gl.constexpr):
     """A tile of the shared expert, where its K loop is not the routed experts'."""
     g: gl.constexpr = C.geometry
-    steps, _rs, out, slot, phase, turn, ring, kept = rest
+    steps, _rs, out, slot, phase, ring, kept = rest
     if g.whole:
         weights, offsets, tokens, _scales4, scales8, full, empty = ring
         ring8 = (weights, offsets, tokens, scales8, scales8, full, empty)
         k_up, _k_down4, k_down = steps
-        slot, phase, turn = whole_tile(
-            tile,
-            k_up,
-            k_down,
-            out,
-            slot,
-            phase,
-            turn,
-            ring8,
-            amax,
-            amax_full,
-            g.limit8,
-            g.scale_groups,
-            C.shared_tokens,
-            WG,
-            C,
+        return whole_tile(
+            tile, (k_up, k_down), out, slot, phase, exchange, ring8, g.limit8, g.scale_groups, C.shared_tokens, WG, C
         )
     else:
-        slot, phase, turn = _shared_tile(tile, steps, out, slot, phase, turn, ring, kept, amax, amax_full, WG, C)
-    return slot, phase, turn
+        return _shared_tile(tile, steps, out, slot, phase, exchange, ring, kept, WG, C)
 
 
 @gluon.jit
@@ -236,13 +189,13 @@ def _consumer(
     while ticket >= 0:
         shared, up, expert, block, row, rows, counter = locate(ticket, head, control, capacity, C)
         tile = (up, expert, block, row, rows, counter)
-        rest = (steps, rs, out, slot, phase, turn, ring, kept)
+        rest = (steps, rs, out, slot, phase, ring, kept)
         if not C.two_loops:
-            slot, phase, turn = _routed(tile, shared, rest, amax4, amax_full, WG, C)
+            slot, phase, turn = _routed(tile, shared, rest, (turn, amax4, amax_full), WG, C)
         elif shared:
-            slot, phase, turn = _apart(tile, rest, amax8, amax_full, WG, C)
+            slot, phase, turn = _apart(tile, rest, (turn, amax8, amax_full), WG, C)
         else:
-            slot, phase, turn = _routed(tile, shared, rest, amax4, amax_full, WG, C)
+            slot, phase, turn = _routed(tile, shared, rest, (turn, amax4, amax_full), WG, C)
         ticket, tslot, tphase = receive(tickets, tslot, tphase, 4)
 
 

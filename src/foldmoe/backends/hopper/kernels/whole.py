@@ -8,7 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from foldmoe.backends.hopper.kernels.epilogue import barrier, finish_down_tile, finish_up_tile, swiglu
+from foldmoe.backends.hopper.kernels.epilogue import (
+    count_stored,
+    finish_down_tile,
+    finish_up_tile,
+    for_copies,
+    store_hidden,
+    swiglu,
+)
 from foldmoe.backends.hopper.kernels.products import accumulator, group_scales, late
 from foldmoe.backends.hopper.kernels.tickets import advance
 
@@ -159,56 +166,27 @@ def _product(steps, slot, phase, ring, KG: gl.constexpr, NT: gl.constexpr, WG: g
 
 
 @gluon.jit
-def _store_plain(hidden, out, row, rows, column, NT: gl.constexpr, C: gl.constexpr):
-    """32 features of the hidden vectors from ``column`` on, rounded to bf16."""
-    h, _hs, _done, _row_capacity, _d = out
-    HL: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
-    values = gl.convert_layout(hidden.to(gl.bfloat16), HL)
-    token = gl.arange(0, NT, gl.SliceLayout(0, HL))
-    place = column + gl.arange(0, 32, gl.SliceLayout(1, HL))
-    at = h + (row + token).to(gl.int64).expand_dims(0) * C.geometry.h_stride + place.expand_dims(1)
-    gl.store(at, values, mask=(token < rows).expand_dims(0))
-
-
-@gluon.jit
-def _finish_plain(
-    sums,
-    out,
-    row,
-    rows,
-    block,
-    counter,
-    LIMIT: gl.constexpr,
-    NT: gl.constexpr,
-    WG: gl.constexpr,
-    C: gl.constexpr,
-):
+def _finish_plain(sums, out, at, LIMIT: gl.constexpr, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """A warpgroup's part of a bf16 block of the hidden vector: no scale makes it wait for the others."""
-    _h, _hs, done, _row_capacity, _d = out
+    h, _hs, done, _row_capacity, _d = out
+    row, rows, block, counter = at
     UNITS: gl.constexpr = C.units
     for unit in gl.static_range(UNITS):
-        _store_plain(
-            swiglu(sums[unit], LIMIT, NT), out, row, rows, block * 128 + (unit * C.warpgroups + WG) * 32, NT, C
-        )
-    gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [block], dtype=gl.int32, is_pure=False, pack=1
-    )
-    barrier()
-    gl.atomic_add(done + counter, 1, sem="release", scope="gpu")
+        hidden = swiglu(sums[unit], LIMIT, NT).to(gl.bfloat16)
+        store_hidden(hidden, h, row, rows, block * 128 + (unit * C.warpgroups + WG) * 32, NT, C)
+    for_copies(block)
+    count_stored(done, counter)
 
 
 @gluon.jit
 def whole_tile(
     tile,
-    k_up,
-    k_down,
+    steps,
     out,
     slot,
     phase,
-    turn,
+    exchange,
     ring,
-    amax,
-    amax_full,
     LIMIT: gl.constexpr,
     KG: gl.constexpr,
     NT: gl.constexpr,
@@ -218,31 +196,17 @@ def whole_tile(
     """One tile; KG is 0 for bf16. The producers, not this code, know which expert it is of."""
     WIDTH: gl.constexpr = NT if KG == 0 else min(NT, 64)
     up, _expert, block, row, rows, counter = tile
+    k_up, k_down = steps
+    turn = exchange[0]
     sums, slot, phase = _product(gl.where(up, k_up, k_down), slot, phase, ring, KG, NT, WG, C)
     first, column = late(row), late(block)
     none = (0, 0)
     if up:
+        at = (first, rows, column, counter)
         if KG == 0:
-            _finish_plain(sums, out, first, rows, column, counter, LIMIT, NT, WG, C)
+            _finish_plain(sums, out, at, LIMIT, NT, WG, C)
         else:
-            turn = finish_up_tile(
-                sums,
-                none,
-                out,
-                first,
-                rows,
-                column,
-                counter,
-                turn,
-                amax,
-                amax_full,
-                LIMIT,
-                WIDTH,
-                False,
-                False,
-                WG,
-                C,
-            )
+            turn = finish_up_tile(sums, none, out, at, exchange, LIMIT, WIDTH, False, False, WG, C)
     else:
         finish_down_tile(sums, none, out, first, rows, column, WIDTH, False, WG, C)
     return slot, phase, turn
