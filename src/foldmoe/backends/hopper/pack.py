@@ -69,8 +69,24 @@ def column_order() -> Tensor:
     return t * 32 + j * 8 + s * 4 + i
 
 
+class Packed:
+    """Sizes of experts in kernel layout; ``shape`` is the stored (experts, rows, columns)."""
+
+    shape: tuple[int, int, int]
+
+    @property
+    def blocks(self) -> int:
+        """256-row blocks an expert."""
+        return row_blocks(self.shape[1])
+
+    @property
+    def steps(self) -> int:
+        """128-column steps."""
+        return padded(self.shape[2]) // 128
+
+
 @dataclass
-class PackedRouted:
+class PackedRouted(Packed):
     """MXFP4 experts in kernel layout.
 
     Args:
@@ -93,16 +109,6 @@ class PackedRouted:
     def nbytes(self) -> int:
         tensors = (self.codes, self.offsets, self.references, self.stray_index, self.stray_byte)
         return sum(t.nbytes for t in tensors)
-
-    @property
-    def blocks(self) -> int:
-        """256-row blocks an expert."""
-        return row_blocks(self.shape[1])
-
-    @property
-    def steps(self) -> int:
-        """128-column steps."""
-        return padded(self.shape[2]) // 128
 
     @property
     def factors(self) -> Tensor:

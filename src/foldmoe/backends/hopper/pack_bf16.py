@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from foldmoe.backends.base import Unsupported
-from foldmoe.backends.hopper.pack import padded, row_blocks
+from foldmoe.backends.hopper.pack import Packed, padded
 from foldmoe.backends.hopper.units import from_units, to_units
 
 
 @dataclass
-class PackedBf16:
+class PackedBf16(Packed):
     """bf16 matrices in kernel layout, expert after expert.
 
     Args:
@@ -28,11 +28,6 @@ class PackedBf16:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes
-
-    @property
-    def blocks(self) -> int:
-        """256-row blocks an expert."""
-        return row_blocks(self.shape[1])
 
     @property
     def steps(self) -> int:

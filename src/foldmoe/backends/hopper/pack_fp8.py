@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from foldmoe.backends.base import Unsupported
-from foldmoe.backends.hopper.pack import padded, row_blocks, row_order
+from foldmoe.backends.hopper.pack import Packed, padded, row_order
 from foldmoe.backends.hopper.units import from_units, to_units
 
 
 @dataclass
-class PackedFp8:
+class PackedFp8(Packed):
     """Block-FP8 matrices in kernel layout, expert after expert.
 
     Args:
@@ -35,16 +35,6 @@ class PackedFp8:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes + self.stored_scales.nbytes
-
-    @property
-    def blocks(self) -> int:
-        """256-row blocks an expert."""
-        return row_blocks(self.shape[1])
-
-    @property
-    def steps(self) -> int:
-        """128-column steps."""
-        return padded(self.shape[2]) // 128
 
     @property
     def factors(self) -> Tensor:
