@@ -114,6 +114,10 @@ def test_compiling_beside_does_not_wait_and_shows_the_workers_no_gpu(
     assert isinstance(report, Report)
     assert sorted(report.compiled) == sorted(compile_ahead([plan], calls, resolve("h200"), processes=1).cached)
 
+    monkeypatch.setattr(sys, "executable", "no process is started for no plans")
+    compile_beside([], calls, resolve("h200"), processes=2, done=found.append).join(60)
+    assert isinstance(found[-1], Report)
+
     monkeypatch.setattr(sys, "executable", script(tmp_path, 'echo "$CUDA_VISIBLE_DEVICES|" >&2; exit 1'))
     compile_beside([plan], calls, resolve("h200"), processes=1, done=found.append).join(60)
     assert str(found[-1]).endswith(":\n|\n")

@@ -115,7 +115,7 @@ def compile_beside(
         processes: as many at once.
         done: called at the end, in a thread of its own, with the report or with what went wrong.
     """
-    jobs = [Job(tuple(plans), calls, device, worker, processes) for worker in range(processes)]
+    jobs = [Job(tuple(plans), calls, device, worker, processes) for worker in range(processes)] if plans else []
 
     def listen() -> None:
         try:
