@@ -9,8 +9,8 @@ import torch
 from foldmoe.backends.hopper.batch import Weights
 from foldmoe.backends.hopper.pack import PackedRouted, padded, row_blocks
 from foldmoe.backends.hopper.pack_bf16 import PackedBf16
-from foldmoe.backends.hopper.pack_fp8 import PackedFp8
-from foldmoe.backends.hopper.packing import geometry, scale_groups
+from foldmoe.backends.hopper.pack_fp8 import PackedFp8, scale_groups
+from foldmoe.backends.hopper.packing import geometry
 from foldmoe.formats import Format
 
 if TYPE_CHECKING:

@@ -42,6 +42,11 @@ class PackedFp8(Packed):
         return self.scales
 
 
+def scale_groups(*columns: int) -> int:
+    """FP8 scales a step of 128 columns, where a scale spans ``columns`` (of all projections together)."""
+    return 1 if all(span % 128 == 0 for span in columns) else 4
+
+
 def check_fp8_block(scales: Tensor, block: tuple[int, int], *, name: str = "weights") -> None:
     """Whether the layout expresses float32 multipliers ``scales`` of ``block``s.
 
@@ -80,7 +85,7 @@ def pack_fp8_block(
     """
     check_fp8_block(scales, block, name=name)
     experts, rows, columns = values.shape
-    groups = groups or (1 if block[1] % 128 == 0 else 4)
+    groups = groups or scale_groups(block[1])
     order = row_order(rows, gate_up_interleave, values.device)
     units = to_units(values.view(torch.uint8), padded(columns), gate_up_interleave, consume=consume)
     return PackedFp8(

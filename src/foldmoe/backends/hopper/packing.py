@@ -11,7 +11,7 @@ from foldmoe.backends.hopper import pack, workspace
 from foldmoe.backends.hopper.batch import Weights
 from foldmoe.backends.hopper.heuristics import Geometry
 from foldmoe.backends.hopper.pack_bf16 import PackedBf16, check_bf16, pack_bf16
-from foldmoe.backends.hopper.pack_fp8 import PackedFp8, check_fp8_block, pack_fp8_block
+from foldmoe.backends.hopper.pack_fp8 import PackedFp8, check_fp8_block, pack_fp8_block, scale_groups
 from foldmoe.formats import Format
 
 if TYPE_CHECKING:
@@ -78,11 +78,6 @@ def geometry(
         "fp8" if isinstance(up, PackedFp8) else "bf16" if isinstance(up, PackedBf16) else "mxfp4",
         up.groups if isinstance(up, PackedFp8) else 0,
     )
-
-
-def scale_groups(*columns: int) -> int:
-    """FP8 scales a step of 128 columns, where one scale spans ``columns`` in the up and the down projection."""
-    return 1 if all(span % 128 == 0 for span in columns) else 4
 
 
 def _check(weights: ExpertWeights, which: str) -> None:

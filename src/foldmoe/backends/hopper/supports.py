@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foldmoe.backends.hopper.pack import padded
+from foldmoe.backends.hopper.pack_fp8 import scale_groups
 from foldmoe.formats import Format
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _whole(experts: ExpertSpec, hidden: int) -> int:
     """Of a set in bf16 or FP8: values, the kernel's scales, and the stored scales, kept."""
     if experts.format is Format.BF16:
         return 2 * experts.count * (_elements(2 * experts.width, hidden) + _elements(hidden, experts.width))
-    groups = 1 if experts.block[1] % 128 == 0 else 4
+    groups = scale_groups(experts.block[1])
     size = _fp8(2 * experts.width, hidden, groups) + _fp8(hidden, experts.width, groups)
     return experts.count * (size + experts.nbytes(hidden) - 3 * hidden * experts.width)
 

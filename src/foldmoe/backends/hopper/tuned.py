@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from foldmoe.backends.hopper import heuristics
 from foldmoe.backends.hopper.pack import padded
+from foldmoe.backends.hopper.pack_fp8 import scale_groups
 
 if TYPE_CHECKING:
     from foldmoe.backends.hopper.heuristics import Geometry, HopperConfig
@@ -61,8 +62,8 @@ class Sizes:
     def of_widths(
         cls, hidden: int, routed: int, shared: int, scale_columns: int, kind: str, routed_columns: int
     ) -> Sizes:
-        groups = _groups(scale_columns) if scale_columns else 0
-        routed_groups = _groups(routed_columns) if kind == "fp8" else 0
+        groups = scale_groups(scale_columns) if scale_columns else 0
+        routed_groups = scale_groups(routed_columns) if kind == "fp8" else 0
         return cls(hidden, padded(routed) // 128, padded(shared) // 128, groups, kind, routed_groups)
 
 
@@ -155,7 +156,3 @@ def _octaves(a: float, b: float) -> float:
 
 def _scale_columns(experts: ExpertSpec) -> int:
     return min(experts.block[1], experts.format.block[1])
-
-
-def _groups(columns: int) -> int:
-    return 1 if columns % 128 == 0 else 4
