@@ -16,12 +16,14 @@ from foldmoe.runtime.offline import standing_in
 
 @dataclass(frozen=True)
 class Report:
-    """Of one compiled kernel: shared memory, spilled bytes, local accesses inside K loops, ptxas warnings, products."""
+    """Of one compiled kernel: shared memory, spilled bytes, local accesses inside K loops, ptxas warnings, products; K
+    loops that wait for their reads of shared memory before they give a slot back."""
 
     shared: int
     spilled: int
     loop_spills: int
     loops: int
+    fenced: int
     warnings: tuple[str, ...]
     products: int
     waits: int
@@ -100,6 +102,7 @@ def report(kernel):
         sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
         sum(bool(re.search(r"\b(LDL|STL)\b", line)) for body in bodies for line in body),
         len(bodies),
+        sum(any("MEMBAR" in line for line in body) for body in bodies),
         tuple(re.findall(r"C75\d\d[^\n]*", said)),
         sum("GMMA" in line for line in lines),
         sum("WARPGROUP.DEPBAR" in line for line in lines),

@@ -322,6 +322,7 @@ def _namespace():
     for module in (tickets, copies, products, epilogue, whole, folded):
         names.update(vars(module))
     names.update(gl=_Language(), mbarrier=mbarrier, tma_load=tma_load, barrier=lambda: None)
+    names["fence_async_shared"] = lambda: None
     names.update(warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait)
     for name, value in names.items():
         if isinstance(value, JITFunction):

@@ -57,6 +57,8 @@ def check(config):
     assert found.loop_spills <= (
         RELOADED.get((config.tokens, config.shared_tokens), 0) if g.routed == "mxfp4" else 0
     ), found
+    if g.quantised and not g.token_scales:
+        assert found.fenced == found.loops, "a slot is given back while its scales may still be read"
     if g.token_scales:
         assert found.waits * 4 < found.products, found
     elif g.quantised:

@@ -33,6 +33,7 @@ from tests.hopper.gpu_layers import (
     BF16,
     EXPERTS,
     FINE,
+    FINE_FP8,
     FLOAT,
     FP8,
     TOKEN,
@@ -139,8 +140,9 @@ def part(case: Case, rows: torch.Tensor) -> Case:
     return replace(case, x=case.x[rows], topk_ids=case.topk_ids[rows], topk_weights=case.topk_weights[rows])
 
 
-@pytest.mark.parametrize("shape", [WIDE, FINE, TOKEN, FP8, BF16], ids=str)
+@pytest.mark.parametrize("shape", [WIDE, FINE, TOKEN, FP8, FINE_FP8, BF16], ids=str)
 def test_same_token_same_bits(shape: Shape) -> None:
+    """200 calls: where a slot was given back before its last scales were read, one call in 60 differed (FINE_FP8)."""
     layer = gpu_layer(shape)
     case = random_case(8192, TOP_K, EXPERTS, shape.hidden).to("cuda")
     whole = run(layer, case)
@@ -149,7 +151,7 @@ def test_same_token_same_bits(shape: Shape) -> None:
     for count in (1, 2, 17, 64, 129, 1000):
         rows = order[:count]
         assert_same_bits(run(layer, part(case, rows)), whole[rows], f"batch of {count}")
-    for turn in range(20):
+    for turn in range(200):
         assert_same_bits(run(layer, case), whole, f"call {turn}")
 
 

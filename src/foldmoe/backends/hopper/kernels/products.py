@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from foldmoe.backends.hopper.kernels.copies import fp4_view, scale_view
-from foldmoe.backends.hopper.kernels.tickets import advance
+from foldmoe.backends.hopper.kernels.tickets import advance, finish_reads
 
 # Eight E2M1 codes (one word) to two words of four E4M3; $3 and $7 hold the table of the eight magnitudes at this
 # exponent.
@@ -107,10 +107,11 @@ def _one_unit(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: g
         a1 = _operand(ring, slot1, WG, NT, C)
         p1 = warpgroup_mma(a1, tokens.index(slot1).slice(0, NT).permute((1, 0)), zero, use_acc=False, is_async=True)
         s0 = scales4.index(slot).slice(0, NT, 1).load(mma)
+        s1 = scales4.index(slot1).slice(0, NT, 1).load(mma)
         part = warpgroup_mma_wait(1, deps=(p0,))
+        finish_reads()
         mbarrier.arrive(empty.index(slot), count=1)
         acc += part * s0
-        s1 = scales4.index(slot1).slice(0, NT, 1).load(mma)
         part1 = warpgroup_mma_wait(0, deps=(p1,))
         mbarrier.arrive(empty.index(slot1), count=1)
         acc += part1 * s1
@@ -131,10 +132,12 @@ def _two_units(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: 
     for _ in range(steps):
         mbarrier.wait(full.index(slot), phase)
         x = tokens.index(slot).slice(0, NT).permute((1, 0))
-        p0 = warpgroup_mma(_operand(ring, slot, WG, NT, C), x, zero, use_acc=False, is_async=True)
+        s = scales4.index(slot).slice(0, NT, 1).load(mma)
+        a0 = _operand(ring, slot, WG, NT, C)
+        finish_reads()
+        p0 = warpgroup_mma(a0, x, zero, use_acc=False, is_async=True)
         a1 = _operand(ring, slot, WGS + WG, NT, C)
         p1 = warpgroup_mma(a1, x, zero, use_acc=False, is_async=True)
-        s = scales4.index(slot).slice(0, NT, 1).load(mma)
         part0 = warpgroup_mma_wait(1, deps=(p0,))
         acc0 += part0 * s
         part1 = warpgroup_mma_wait(0, deps=(p1,))
@@ -179,6 +182,7 @@ def _two_units_wide(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr)
         acc01 += part01 * s
         s = scales4.index(slot).slice(64, 64, 1).load(mma)
         part11 = warpgroup_mma_wait(0, deps=(p,))
+        finish_reads()
         mbarrier.arrive(empty.index(slot), count=1)
         acc11 += part11 * s
         slot, phase = advance(slot, phase, ST)
@@ -252,6 +256,7 @@ def fp8_product(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
         if KG == 1:
             p = warpgroup_mma(a, x.permute((1, 0)), zero, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=(p,))
+            finish_reads()
             mbarrier.arrive(empty.index(slot), count=1)
             acc += part * (s * w0)
         else:
@@ -275,6 +280,7 @@ def fp8_product(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
             part2 = warpgroup_mma_wait(1, deps=(p2,))
             acc += part2 * (s * w2)
             part3 = warpgroup_mma_wait(0, deps=(p3,))
+            finish_reads()
             mbarrier.arrive(empty.index(slot), count=1)
             acc += part3 * (s * w3)
         slot, phase = advance(slot, phase, ST)

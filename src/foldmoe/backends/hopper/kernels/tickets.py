@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 TICKETS = gl.constexpr(4)
 """Depth of the ring of tickets."""
@@ -26,6 +26,17 @@ def advance(slot, phase, depth: gl.constexpr):
     slot += 1
     wrap = slot == depth
     return gl.where(wrap, 0, slot), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def finish_reads():
+    """Waits until this thread's loads from a slot of the ring are over, not only issued: before the slot is released.
+
+    Copies by TMA do not wait for them. Without this, where products crowded shared memory, a warp read the scales of
+    the tile after (39 of 2,500 calls of a layer of 32x32 scales on an H200). It stands before a step's products are
+    issued or after they are waited for: in between, ptxas 12.8 crashes on it.
+    """
+    fence_async_shared()
 
 
 @gluon.jit

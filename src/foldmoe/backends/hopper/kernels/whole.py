@@ -17,7 +17,7 @@ from foldmoe.backends.hopper.kernels.epilogue import (
     swiglu,
 )
 from foldmoe.backends.hopper.kernels.products import accumulator, group_scales, late
-from foldmoe.backends.hopper.kernels.tickets import advance
+from foldmoe.backends.hopper.kernels.tickets import advance, finish_reads
 
 
 @gluon.jit
@@ -68,6 +68,7 @@ def _fp8_narrow(steps, slot, phase, ring, NT: gl.constexpr, KG: gl.constexpr, WG
             p = following
         scale = _fp8_scales(ring, slot, LAST // KG * WGS + WG, LAST % KG, 0, NT, KG)
         part = warpgroup_mma_wait(0, deps=(p,))
+        finish_reads()
         mbarrier.arrive(empty.index(slot), count=1)
         if C.units == 1:
             acc0 += part * scale
@@ -112,6 +113,7 @@ def _fp8_wide(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
         acc01 += part01 * (s * w)
         s = scales4.index(slot).slice(64, 64, 1).load(mma)
         part11 = warpgroup_mma_wait(0, deps=(p,))
+        finish_reads()
         mbarrier.arrive(empty.index(slot), count=1)
         acc11 += part11 * (s * w)
         slot, phase = advance(slot, phase, C.stages)
