@@ -70,8 +70,8 @@ FINE_FP8 = Shape("fp8_32-fp8_32", 1280, 2304, 3072)
 BF16 = Shape("bf16-bf16", 1024, 2048, 2304, "bf16")
 SHAPES = {
     FLOAT: TOKENS,
-    WIDE: TOKENS,
-    FINE: TOKENS,
+    WIDE: (*TOKENS, 200),
+    FINE: (*TOKENS, 200),
     TOKEN: TOKENS,
     Shape("mxfp4-fp8", 1024, 3072, 192): (1, 17, 1000),
     Shape("mxfp4-fp8_32", 1280, 2304, 3072): (2, 64, 8192),
@@ -145,12 +145,13 @@ def warm(job: tuple[Shape, str, tuple[tuple[int, str], ...]]) -> None:
 
 def jobs() -> list[tuple[Shape, str, tuple[tuple[int, str], ...]]]:
     """One for every compiled launch."""
-    found: dict[tuple[Shape, int, int], list[tuple[int, str]]] = {}
+    found: dict[tuple[Shape, int, int, int], list[tuple[int, str]]] = {}
     for shape, tokens, routing in pairwise():
         top_k = 0 if routing == "top_0" else TOP_K
         config = heuristics.choose(shape.geometry, tokens, top_k, EXPERTS)
         if tokens:
-            found.setdefault((shape, config.tokens, config.shared_tokens), []).append((tokens, routing))
+            key = (shape, config.tokens, config.between, config.shared_tokens)
+            found.setdefault(key, []).append((tokens, routing))
     dual = [(shape, "dual", ((64, "random"),)) for shape in (WIDE, FP8, BF16)]
     return [(key[0], "auto", tuple(batches)) for key, batches in found.items()] + dual
 

@@ -76,6 +76,12 @@ def test_launch_matches_the_reference(pair, hidden, width, shared_width, size, t
     check(pair, hidden, width, shared_width, size, tail, "bf16" if pair == "bf16-bf16" else "fp8")
 
 
+@pytest.mark.parametrize(("pair", "between"), [("mxfp4-fp8", 96), ("mxfp4-fp8", 0), ("fp8-fp8", 0)])
+def test_wide_tiles_of_few_and_many_rows(pair, between):
+    """Of 150 tokens, experts get 3, 70, 74 and 151 rows: every width of product, and a tile after another."""
+    check(pair, 128, 64, 64, (128, 64, 2), 64, "fp8", tokens=150, between=between)
+
+
 @pytest.mark.parametrize(
     ("pair", "size", "tail"),
     [
@@ -110,14 +116,14 @@ def test_bits_do_not_depend_on_tiles(pair):
     assert all(torch.equal(first, other) for other in others)
 
 
-def check(pair, hidden, width, shared_width, size, tail, precision):
+def check(pair, hidden, width, shared_width, size, tail, precision, tokens=21, between=0):
     routed, shared = weights(pair, EXPERTS, width, shared_width or 32, hidden)
     shared = shared if shared_width else None
     clamps = Activation(LIMIT), Activation(LIMIT if size[0] == size[1] else None)
     layer = pack_layer(routed, shared, *clamps, activations=precision)
-    config = replace(heuristics.build(layer.geometry, *size), tail=tail)
+    config = replace(heuristics.build(layer.geometry, *size, between=between), tail=tail)
     assert config.one_loop == (bool(shared) and pair in ALIKE and size[0] == size[1])
-    case = random_case(21, TOP_K, EXPERTS, hidden)
+    case = random_case(tokens, TOP_K, EXPERTS, hidden)
     case.topk_ids[5:][case.topk_ids[5:] == 3] = 1  # a few rows on one expert, many and repeated ones on another
     case.topk_ids[2] = -1
     y = launch(layer, case, config)

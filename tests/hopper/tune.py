@@ -65,7 +65,10 @@ SHAPES = {
 }
 """V4-Flash on one GPU, one EP8 rank of it, of V4.1-Flash and of V4-Pro; DeepSeek-V3 and GLM-4.5-Air on one GPU."""
 
-TILES = ((8, 32, 4), (16, 32, 4), (32, 32, 4), (32, 64, 2), (32, 128, 2), (64, 64, 2), (64, 128, 2), (128, 128, 2))
+TILES = (
+    *((8, 32, 4), (8, 64, 4), (16, 32, 4), (16, 64, 4), (16, 64, 2), (16, 128, 2), (32, 32, 4), (32, 64, 4)),
+    *((32, 64, 2), (32, 128, 2), (64, 64, 2), (64, 128, 2), (128, 128, 2)),
+)
 PROLOGUES = ((8192, 4096), (0, 4096), (0, 2048), (0, 1024), (0, 512))
 """heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK"""
 
@@ -157,6 +160,8 @@ def prologue(weights: list[Weights], point: Point) -> float:
 def candidates(geometry: heuristics.Geometry, point: Point) -> list[heuristics.HopperConfig]:
     """Tiles within reach of the mean number of tokens an expert."""
     near = [size for size in TILES if point.routes / 4 <= size[0] <= max(8, 4 * point.routes)]
+    if geometry.scale_groups == 4:  # more would spill
+        near = [(tokens, shared, wgs) for tokens, shared, wgs in near if shared <= (64 if wgs == 2 else 32)]
     if geometry.whole:  # equal tiles share a K loop
         near += [(tokens, tokens, warpgroups) for tokens, _, warpgroups in near]
     return [heuristics.build(geometry, *size) for size in dict.fromkeys(near)]

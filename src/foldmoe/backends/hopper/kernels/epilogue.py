@@ -19,8 +19,9 @@ mul.f32 $0, $1, e;
 
 
 @gluon.jit
-def swiglu(acc, LIMIT: gl.constexpr, NT: gl.constexpr):
+def swiglu(acc, LIMIT: gl.constexpr):
     """Rows 0..7 of every 16 are gate, 8..15 up: both in one thread. NaN passes the clamp."""
+    NT: gl.constexpr = acc.shape[1]
     gate, up = acc.reshape([4, 2, 8, NT]).permute((0, 2, 3, 1)).split()
     if float("inf") > LIMIT:
         gate = gl.where(gate > LIMIT, LIMIT, gate)
@@ -30,11 +31,11 @@ def swiglu(acc, LIMIT: gl.constexpr, NT: gl.constexpr):
 
 
 @gluon.jit
-def store_hidden(values, h, row, rows, column, NT: gl.constexpr, C: gl.constexpr):
+def store_hidden(values, h, row, rows, column, C: gl.constexpr):
     """32 features of a block from ``column`` on, as they are stored."""
     HL: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     values = gl.convert_layout(values, HL)
-    token = gl.arange(0, NT, gl.SliceLayout(0, HL))
+    token = gl.arange(0, values.shape[1], gl.SliceLayout(0, HL))
     feature = gl.arange(0, 32, gl.SliceLayout(1, HL))
     at = h + (row + token).to(gl.int64).expand_dims(0) * C.geometry.h_stride + (column + feature).expand_dims(1)
     gl.store(at, values, mask=(token < rows).expand_dims(0))
@@ -56,7 +57,7 @@ def count_stored(done, counter):
 
 
 @gluon.jit
-def finish_up(parts, out, at, exchange, NT: gl.constexpr, LAST: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def finish_up(parts, out, at, exchange, LAST: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """Quantise one 128-column block of the hidden vector (all warpgroups' parts share a scale) and store it.
 
     Args:
@@ -72,6 +73,7 @@ def finish_up(parts, out, at, exchange, NT: gl.constexpr, LAST: gl.constexpr, WG
     turn, amax_bufs, amax_full = exchange
     h, hs, done, row_capacity, _d = out
     WGS: gl.constexpr = C.warpgroups
+    NT: gl.constexpr = parts[0].shape[1]
     half = turn & 1
     amax = gl.max(gl.abs(parts[0]), axis=0)
     if C.units == 2:
@@ -89,9 +91,9 @@ def finish_up(parts, out, at, exchange, NT: gl.constexpr, LAST: gl.constexpr, WG
     scale = ((power + 127) << 23).to(gl.float32, bitcast=True)
     inverse = ((127 - power) << 23).to(gl.float32, bitcast=True)
     column = block * 128 + WG * 32
-    store_hidden((parts[0] * inverse.expand_dims(0)).to(gl.float8e4nv), h, row, rows, column, NT, C)
+    store_hidden((parts[0] * inverse.expand_dims(0)).to(gl.float8e4nv), h, row, rows, column, C)
     if C.units == 2:
-        store_hidden((parts[1] * inverse.expand_dims(0)).to(gl.float8e4nv), h, row, rows, column + 64, NT, C)
+        store_hidden((parts[1] * inverse.expand_dims(0)).to(gl.float8e4nv), h, row, rows, column + 64, C)
     if WG == 0:
         token = gl.arange(0, NT, scale.type.layout)
         gl.store(hs + block.to(gl.int64) * row_capacity + row + token, scale, mask=token < rows)
@@ -141,13 +143,12 @@ def finish_up_tile(
     at,
     exchange,
     LIMIT: gl.constexpr,
-    WIDTH: gl.constexpr,
     BY_ROW: gl.constexpr,
     BY_TOKEN: gl.constexpr,
     WG: gl.constexpr,
     C: gl.constexpr,
 ):
-    """An up tile's sums, unit after unit of each group of WIDTH tokens, to hidden vectors.
+    """An up tile's sums, unit after unit of each group of tokens, to hidden vectors.
 
     Args:
         scales: this warpgroup's first row's and the tokens', see ``_scaled``; read where BY_ROW and BY_TOKEN say so.
@@ -158,28 +159,26 @@ def finish_up_tile(
     UNITS: gl.constexpr = C.units
     GROUPS: gl.constexpr = len(sums) // UNITS
     for i in gl.static_range(GROUPS):
-        row = first + i * WIDTH
-        left = rows - i * WIDTH
-        hidden = swiglu(_scaled(sums[i * UNITS], scales, 0, row, left, BY_ROW, BY_TOKEN), LIMIT, WIDTH)
+        hidden = swiglu(_scaled(sums[i * UNITS], scales, 0, first, rows, BY_ROW, BY_TOKEN), LIMIT)
         if UNITS == 1:
             parts = (hidden,)
         else:
-            other = _scaled(sums[2 * i + 1], scales, C.warpgroups * 64, row, left, BY_ROW, BY_TOKEN)
-            parts = (hidden, swiglu(other, LIMIT, WIDTH))
-        here = (row, left, column, counter)
-        turn = finish_up(parts, out, here, (turn, amax, amax_full), WIDTH, i == GROUPS - 1, WG, C)
+            other = _scaled(sums[2 * i + 1], scales, C.warpgroups * 64, first, rows, BY_ROW, BY_TOKEN)
+            parts = (hidden, swiglu(other, LIMIT))
+        here = (first, rows, column, counter)
+        turn = finish_up(parts, out, here, (turn, amax, amax_full), i == GROUPS - 1, WG, C)
+        first += hidden.shape[1]
+        rows -= hidden.shape[1]
     return turn
 
 
 @gluon.jit
-def finish_down_tile(
-    sums, scales, out, first, rows, column, WIDTH: gl.constexpr, BY_ROW: gl.constexpr, WG: gl.constexpr, C: gl.constexpr
-):
+def finish_down_tile(sums, scales, out, first, rows, column, BY_ROW: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """A down tile's sums, likewise, to down products."""
     UNITS: gl.constexpr = C.units
     for i in gl.static_range(len(sums) // UNITS):
         for unit in gl.static_range(UNITS):
             acc = _scaled(sums[i * UNITS + unit], scales, unit * C.warpgroups * 64, first, rows, BY_ROW, False)
-            finish_down(
-                acc, out, first + i * WIDTH, rows - i * WIDTH, column * 256 + (unit * C.warpgroups + WG) * 64, C
-            )
+            finish_down(acc, out, first, rows, column * 256 + (unit * C.warpgroups + WG) * 64, C)
+        first += sums[i * UNITS].shape[1]
+        rows -= sums[i * UNITS].shape[1]

@@ -61,7 +61,6 @@ def _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, NT: gl.constexp
     with one a case stalled a fifth of its time on instruction fetches).
     """
     g: gl.constexpr = C.geometry
-    WIDTH: gl.constexpr = min(NT, C.columns)
     up, expert, block, row, rows, counter = tile
     k_up, k_down4, _k_down8 = steps
     rs1, rs2, xs = rs
@@ -71,22 +70,20 @@ def _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, NT: gl.constexp
     if not g.token_scales:
         sums, slot, phase = fp4_product(gl.where(up, k_up, k_down4), slot, phase, ring, NT, WG, C)
     if up:
-        # One group of all columns where the tensor core has summed all of K.
         if g.token_scales:
             up_sums, slot, phase = fp4_chain(k_up, slot, phase, ring, NT, WG, C)
         else:
             up_sums = sums
-        UP_WIDTH: gl.constexpr = NT if g.token_scales else WIDTH
         first, column = late(row), late(block)
         scales = (rs1 + (expert * g.up4 + column) * 256 + WG * 64, xs)
         at = (first, rows, column, counter)
-        turn = finish_up_tile(up_sums, scales, out, at, exchange, g.limit4, UP_WIDTH, True, g.token_scales, WG, C)
+        turn = finish_up_tile(up_sums, scales, out, at, exchange, g.limit4, True, g.token_scales, WG, C)
     else:
         if g.token_scales:
             sums, slot, phase = fp4_product(k_down4, slot, phase, ring, NT, WG, C)
         first, column = late(row), late(block)
         scales = (rs2 + (expert * g.down4 + column) * 256 + WG * 64, xs)
-        finish_down_tile(sums, scales, out, first, rows, column, WIDTH, True, WG, C)
+        finish_down_tile(sums, scales, out, first, rows, column, True, WG, C)
     return slot, phase, turn
 
 
@@ -104,15 +101,15 @@ def _shared_tile(tile, steps, out, slot, phase, exchange, ring, kept, WG: gl.con
         acc, slot, phase = fp8_product(gl.where(up, k_up, k_down8), slot, phase, ring, WG, C)
         first, column = late(row), late(block)
         if up:
-            hidden = swiglu(acc, g.limit8, NT)
+            hidden = swiglu(acc, g.limit8)
             at = (first, rows, column, counter)
             if UNITS == 1:
-                turn = finish_up((hidden,), out, at, (turn, amax, amax_full), NT, True, WG, C)
+                turn = finish_up((hidden,), out, at, (turn, amax, amax_full), True, WG, C)
             elif unit == 0:
                 kept.index(WG).slice(0, NT, 1).store(hidden)
             else:
                 parts = (kept.index(WG).slice(0, NT, 1).load(hidden.type.layout), hidden)
-                turn = finish_up(parts, out, at, (turn, amax, amax_full), NT, True, WG, C)
+                turn = finish_up(parts, out, at, (turn, amax, amax_full), True, WG, C)
         else:
             finish_down(acc, out, first, rows, (column * WGS + WG) * 64, C)
     return slot, phase, turn
@@ -136,10 +133,10 @@ def _routed_tile(tile, shared, rest, exchange, NT: gl.constexpr, WG: gl.constexp
 def _routed(tile, shared, rest, exchange, WG: gl.constexpr, C: gl.constexpr):
     """The same, with narrower products where the tile has few rows."""
     rows = tile[4]
-    if C.tail == 0:
-        slot, phase, turn = _routed_tile(tile, shared, rest, exchange, C.tokens, WG, C)
-    elif rows <= C.tail:
+    if C.tail > 0 and rows <= C.tail:
         slot, phase, turn = _routed_tile(tile, shared, rest, exchange, C.tail, WG, C)
+    elif C.between > 0 and rows <= C.between:
+        slot, phase, turn = _routed_tile(tile, shared, rest, exchange, C.between, WG, C)
     else:
         slot, phase, turn = _routed_tile(tile, shared, rest, exchange, C.tokens, WG, C)
     return slot, phase, turn

@@ -70,10 +70,10 @@ def fp4_product(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C:
     """
     if C.units == 1:
         return _one_unit(steps, slot, phase, ring, NT, WG, C)
-    elif NT <= 64:
+    elif first_group(NT) == NT:
         return _two_units(steps, slot, phase, ring, NT, WG, C)
     else:
-        return _two_units_wide(steps, slot, phase, ring, WG, C)
+        return _two_groups(steps, slot, phase, ring, first_group(NT), NT - first_group(NT), WG, C)
 
 
 @gluon.jit
@@ -83,6 +83,12 @@ def _operand(ring, slot, unit: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
     mma: gl.constexpr = accumulator(N)
     codes = fp4_view(weights, slot, C.warpgroups).slice(unit * 16, 16)
     return _upcast(codes, offsets.index(slot).slice(unit, 1), gl.DotOperandLayout(0, mma, 4))
+
+
+@gluon.constexpr_function
+def first_group(columns):
+    """Of a tile's columns, those of its first product: the largest power of two, at most 64."""
+    return min(64, 1 << (columns.bit_length() - 1))
 
 
 @gluon.constexpr_function
@@ -148,45 +154,53 @@ def _two_units(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: 
 
 
 @gluon.jit
-def _two_units_wide(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
-    """The same for 128 columns, 64 at a time: a product in flight while the one before it is promoted, and no more
-    registers than one of 128 columns takes.
+def _two_groups(steps, slot, phase, ring, N0: gl.constexpr, N1: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """The same for N0 + N1 columns, one group of them at a time: a product in flight while the one before it is
+    promoted, no more registers than one of 128 columns takes, and tiles that no power of two fits.
     """
     _weights, _offsets, tokens, scales4, _scales8, full, empty = ring
     ST: gl.constexpr = C.stages
     WGS: gl.constexpr = C.warpgroups
-    mma: gl.constexpr = accumulator(64)
-    zero = gl.zeros([64, 64], gl.float32, mma)
-    acc00 = gl.zeros([64, 64], gl.float32, mma)
-    acc01 = gl.zeros([64, 64], gl.float32, mma)
-    acc10 = gl.zeros([64, 64], gl.float32, mma)
-    acc11 = gl.zeros([64, 64], gl.float32, mma)
+    mma0: gl.constexpr = accumulator(N0)
+    mma1: gl.constexpr = accumulator(N1)
+    zero0 = gl.zeros([64, N0], gl.float32, mma0)
+    zero1 = gl.zeros([64, N1], gl.float32, mma1)
+    acc00 = gl.zeros([64, N0], gl.float32, mma0)
+    acc01 = gl.zeros([64, N0], gl.float32, mma0)
+    acc10 = gl.zeros([64, N1], gl.float32, mma1)
+    acc11 = gl.zeros([64, N1], gl.float32, mma1)
     for _ in range(steps):
         mbarrier.wait(full.index(slot), phase)
-        x0 = tokens.index(slot).slice(0, 64).permute((1, 0))
-        x1 = tokens.index(slot).slice(64, 64).permute((1, 0))
-        a0 = _operand(ring, slot, WG, 64, C)
-        p = warpgroup_mma(a0, x0, zero, use_acc=False, is_async=True)
-        s = scales4.index(slot).slice(0, 64, 1).load(mma)
+        x0 = tokens.index(slot).slice(0, N0).permute((1, 0))
+        x1 = tokens.index(slot).slice(N0, N1).permute((1, 0))
+        a0 = _operand(ring, slot, WG, N0, C)
+        p = warpgroup_mma(a0, x0, zero0, use_acc=False, is_async=True)
+        s = scales4.index(slot).slice(0, N0, 1).load(mma0)
         part00 = warpgroup_mma_wait(0, deps=(p,))
-        p = warpgroup_mma(a0, x1, zero, use_acc=False, is_async=True)
+        q = warpgroup_mma(_again(a0, N1), x1, zero1, use_acc=False, is_async=True)
         acc00 += part00 * s
-        a1 = _operand(ring, slot, WGS + WG, 64, C)
-        s = scales4.index(slot).slice(64, 64, 1).load(mma)
-        part10 = warpgroup_mma_wait(0, deps=(p,))
-        p = warpgroup_mma(a1, x0, zero, use_acc=False, is_async=True)
-        acc10 += part10 * s
-        s = scales4.index(slot).slice(0, 64, 1).load(mma)
+        a1 = _operand(ring, slot, WGS + WG, N0, C)
+        t = scales4.index(slot).slice(N0, N1, 1).load(mma1)
+        part10 = warpgroup_mma_wait(0, deps=(q,))
+        p = warpgroup_mma(a1, x0, zero0, use_acc=False, is_async=True)
+        acc10 += part10 * t
+        s = scales4.index(slot).slice(0, N0, 1).load(mma0)
         part01 = warpgroup_mma_wait(0, deps=(p,))
-        p = warpgroup_mma(a1, x1, zero, use_acc=False, is_async=True)
+        q = warpgroup_mma(_again(a1, N1), x1, zero1, use_acc=False, is_async=True)
         acc01 += part01 * s
-        s = scales4.index(slot).slice(64, 64, 1).load(mma)
-        part11 = warpgroup_mma_wait(0, deps=(p,))
+        t = scales4.index(slot).slice(N0, N1, 1).load(mma1)
+        part11 = warpgroup_mma_wait(0, deps=(q,))
         finish_reads()
         mbarrier.arrive(empty.index(slot), count=1)
-        acc11 += part11 * s
+        acc11 += part11 * t
         slot, phase = advance(slot, phase, ST)
     return (acc00, acc01, acc10, acc11), slot, phase
+
+
+@gluon.jit
+def _again(operand, N: gl.constexpr):
+    """The same registers as the A operand of products of N columns."""
+    return gl.convert_layout(operand, gl.DotOperandLayout(0, accumulator(N), 4), assert_trivial=True)
 
 
 @gluon.jit

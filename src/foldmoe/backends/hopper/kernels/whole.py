@@ -168,14 +168,14 @@ def _product(steps, slot, phase, ring, KG: gl.constexpr, NT: gl.constexpr, WG: g
 
 
 @gluon.jit
-def _finish_plain(sums, out, at, LIMIT: gl.constexpr, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def _finish_plain(sums, out, at, LIMIT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """A warpgroup's part of a bf16 block of the hidden vector: no scale makes it wait for the others."""
     h, _hs, done, _row_capacity, _d = out
     row, rows, block, counter = at
     UNITS: gl.constexpr = C.units
     for unit in gl.static_range(UNITS):
-        hidden = swiglu(sums[unit], LIMIT, NT).to(gl.bfloat16)
-        store_hidden(hidden, h, row, rows, block * 128 + (unit * C.warpgroups + WG) * 32, NT, C)
+        hidden = swiglu(sums[unit], LIMIT).to(gl.bfloat16)
+        store_hidden(hidden, h, row, rows, block * 128 + (unit * C.warpgroups + WG) * 32, C)
     for_copies(block)
     count_stored(done, counter)
 
@@ -196,7 +196,6 @@ def whole_tile(
     C: gl.constexpr,
 ):
     """One tile; KG is 0 for bf16. The producers, not this code, know which expert it is of."""
-    WIDTH: gl.constexpr = NT if KG == 0 else min(NT, 64)
     up, _expert, block, row, rows, counter = tile
     k_up, k_down = steps
     turn = exchange[0]
@@ -206,9 +205,9 @@ def whole_tile(
     if up:
         at = (first, rows, column, counter)
         if KG == 0:
-            _finish_plain(sums, out, at, LIMIT, NT, WG, C)
+            _finish_plain(sums, out, at, LIMIT, WG, C)
         else:
-            turn = finish_up_tile(sums, none, out, at, exchange, LIMIT, WIDTH, False, False, WG, C)
+            turn = finish_up_tile(sums, none, out, at, exchange, LIMIT, False, False, WG, C)
     else:
-        finish_down_tile(sums, none, out, first, rows, column, WIDTH, False, WG, C)
+        finish_down_tile(sums, none, out, first, rows, column, False, WG, C)
     return slot, phase, turn
