@@ -10,6 +10,7 @@ import torch
 from foldmoe.backends import Unsupported, get
 from foldmoe.backends.base import Call
 from foldmoe.backends.hopper.backend import HopperBackend
+from foldmoe.bench.shapes import SHAPES
 from foldmoe.formats import Format, QuantizedTensor, fp8, mxfp4
 from foldmoe.moe import Activation, ExpertSpec, ExpertWeights, LayerSpec
 from foldmoe.planner import FusionPolicy, plan_layer
@@ -156,6 +157,15 @@ def test_chosen_on_a_hopper():
     ):
         assert any(reason in found for found in HopperBackend().supports(wrong, wrong.activations)), reason
     assert HopperBackend().unavailable(resolve("cpu")) == "needs a Hopper GPU (sm_90), found cpu"
+
+
+@pytest.mark.parametrize(("ranks", "dual"), [(1, {17, 32, 64}), (8, set())])
+def test_two_streams_where_they_measured_faster(ranks, dual):
+    """V4-Flash's 256 experts on one card, and a rank of eight."""
+    spec = SHAPES["A" if ranks == 1 else "B"].spec
+    plan = plan_layer(spec, FusionPolicy(), resolve("h200"))
+    assert {tokens for tokens in (1, 16, 17, 32, 64, 65, 8192) if not plan.folds_at(tokens)} == dual
+    assert all(plan_layer(spec, FusionPolicy("native"), resolve("h200")).folds_at(tokens) for tokens in (1, 32, 128))
 
 
 def test_imports_and_answers_without_triton():

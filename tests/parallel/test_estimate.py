@@ -12,12 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from foldmoe.bench.parallel.fit import expected, fit
+from foldmoe.bench.parallel.fit import expected, fit, paced_by_the_host
 from foldmoe.bench.parallel.result import ParallelRequest, ParallelResult, ParallelRow
 from foldmoe.cli.main import app
 from foldmoe.moe import Placement
 from foldmoe.parallel import Scheme, Tokens, simulate
-from foldmoe.parallel.estimate import Estimate, estimate, local_work, remote_rows
+from foldmoe.parallel.estimate import Estimate, Phases, estimate, local_work, remote_rows
 from foldmoe.parallel.exchange_times import MEASURED, Cost
 from foldmoe.parallel.kernel_times import Floor, Measured
 from foldmoe.parallel.links import find_link
@@ -106,12 +106,12 @@ def test_measured_times_come_before_the_floor(flash: CheckpointPlan, tmp_path: P
 
 
 def test_the_hopper_backend_has_a_fit(flash: CheckpointPlan) -> None:
-    """README's table of shape A: 1 to 8192 tokens within 9 %, without a stated efficiency."""
+    """README's table of shape A: 1 to 8192 tokens within 13 %, without a stated efficiency."""
     floor = Floor.of(KNOWN["h200"], fp8=True)
     layer = replace(flash.layers[0], backend="hopper", placement=Placement())
-    readme = {1: 38.2, 8: 159, 32: 440, 128: 773, 512: 961, 2048: 1559, 8192: 4706}
+    readme = {1: 36.7, 8: 158, 32: 464, 128: 892, 512: 1075, 2048: 1709, 8192: 4933}
     for tokens, microseconds in readme.items():
-        assert floor.hopper_seconds(*local_work(layer, tokens)) * 1e6 == pytest.approx(microseconds, rel=0.09)
+        assert floor.hopper_seconds(*local_work(layer, tokens)) * 1e6 == pytest.approx(microseconds, rel=0.13)
     hopper = replace(flash, rows=(replace(flash.layers[0], backend="hopper"), *flash.rows[1:]))
     assert [row.source for row in estimate(hopper, [8]).rows] == ["fit"] * 3 + ["floor"] * 6
     assert {row.source for row in estimate(hopper, [8], efficiency=0.5).rows} == {"floor"}
@@ -141,22 +141,32 @@ def measured_rows() -> list[tuple[str, int, str, dict[str, float]]]:
 
 
 def test_the_model_meets_what_was_measured() -> None:
-    """Every documented row: symmetric memory and all-gather within 14 %, all-to-all within 25 % but at 512 tokens."""
-    rows, transports = measured_rows(), ("allgather", "alltoall", "symmetric")
-    assert {row[:3] for row in rows} == set(product("AD", (1, 8, 32, 128, 512, 2048), transports))
-    for shape, tokens, transport, times in rows:
-        ways = {"transports": (transport,), "arms": ("folded",), "schemes": ("native",)}
-        request = ParallelRequest(shape, (tokens,), **ways)
-        row = ParallelRow(
-            tokens, transport, "native", "folded", *(times[name] for name in ("dispatch", "local", "combine", "total")),
-            0, 0, graph=True, sent=0, bound=None, predicted=None, same_bits=None,
-        )  # fmt: skip
-        result = ParallelResult(request, "", "", 2, "hopper", 0.0, "", {})
-        model = expected(result, row)
+    """Every documented row: symmetric memory and all-gather within 14 %, all-to-all within 20 %."""
+    transports = "allgather", "alltoall", "symmetric"
+    found = [(*row, *modelled(*row)) for row in measured_rows()]
+    assert {row[:3] for row in found} == set(product("AD", (1, 8, 32, 128, 512, 2048), transports))
+    for shape, tokens, transport, times, _, model in found:
         assert model.source == "fit"
-        off = 0.14 if transport != "alltoall" else 0.4 if tokens == 512 else 0.25
+        off = 0.20 if transport == "alltoall" else 0.14
         assert model.total * 1e6 == pytest.approx(times["total"], rel=off), (shape, tokens, transport)
         assert model.local * 1e6 == pytest.approx(times["local"], rel=0.14), (shape, tokens, transport)
+    host = [(model, row) for _, _, transport, _, row, model in found if transport == "alltoall"]
+    fitted = paced_by_the_host(MEASURED["all_to_all"], host, find_link("nvlink", KNOWN["h200"]).bandwidth)
+    assert fitted.together == pytest.approx(MEASURED["all_to_all"].together)
+    assert fitted.busy == pytest.approx(MEASURED["all_to_all"].busy)
+
+
+def modelled(shape: str, tokens: int, transport: str, times: dict[str, float]) -> tuple[ParallelRow, Phases]:
+    """A documented row as the benchmark wrote it, and what the model says of it."""
+    ways = {"transports": (transport,), "arms": ("folded",), "schemes": ("native",)}
+    request = ParallelRequest(shape, (tokens,), **ways)
+    seconds = (times[name] * 1e-6 for name in ("dispatch", "local", "combine", "total"))
+    row = ParallelRow(
+        tokens, transport, "native", "folded", *seconds,
+        0, 0, graph=True, sent=0, bound=None, predicted=None, same_bits=None,
+    )  # fmt: skip
+    result = ParallelResult(request, "", "", 2, "hopper", 0.0, "", {})
+    return row, expected(result, row)
 
 
 @pytest.mark.parametrize("cost", [Cost(10e-6, 2e-12), Cost(100e-6, 0.0)])
