@@ -235,3 +235,15 @@ def test_a_file_that_was_named_twice_is_shown_once(tmp_path: Path) -> None:
     result_file.save(tmp_path / "l.json", "bench-layer", layer_result())
     found, passed_over = sections([tmp_path / "l.json", tmp_path / "l.json"])
     assert (len(found), passed_over) == (1, [])
+
+
+def test_runs_of_one_layer_are_told_apart(tmp_path: Path) -> None:
+    for name in ("b.json", "one/a.json", "two/a.json"):
+        layer_result().save(tmp_path / name)
+    title = layer_section(layer_result(), "").title
+    found, _ = sections([tmp_path])
+    assert [section.title for section in found] == [
+        f"{title}, {name}" for name in ("b.json", "one/a.json", "two/a.json")
+    ]
+    (alone,), _ = sections([tmp_path / "b.json"])
+    assert alone.title == title

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foldmoe import result_file
@@ -63,7 +65,24 @@ def sections(paths: Iterable[Path]) -> tuple[list[Section], list[Path]]:
             "no result files: write some with 'foldmoe bench layer --out FILE.json' or 'foldmoe plan MODEL --json > "
             "FILE.json'"
         )
-    return [READERS[order[rank]](file) for rank, file in sorted(found)], passed_over
+    files = [file for _, file in sorted(found)]
+    return _told_apart([READERS[order[rank]](file) for rank, file in sorted(found)], files), passed_over
+
+
+def _told_apart(sections: list[Section], files: list[Path]) -> list[Section]:
+    """Sections of one title, such as two runs of one layer, get their files' names, and folders' where needed."""
+    titles = Counter(section.title for section in sections)
+    names = Counter((section.title, file.name) for section, file in zip(sections, files, strict=True))
+    return [
+        replace(section, title=f"{section.title}, {_name(file, names[section.title, file.name] > 1)}")
+        if titles[section.title] > 1
+        else section
+        for section, file in zip(sections, files, strict=True)
+    ]
+
+
+def _name(file: Path, with_folder: bool) -> str:
+    return f"{file.parent.name}/{file.name}" if with_folder else file.name
 
 
 def _kind(file: Path, *, named: bool) -> str | None:
