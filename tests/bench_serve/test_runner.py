@@ -14,6 +14,7 @@ import pytest
 
 from foldmoe.bench.serve import runner
 from foldmoe.bench.serve.arms import ARMS
+from foldmoe.bench.serve.client import checked
 from foldmoe.bench.serve.results import ServeResult
 from foldmoe.bench.serve.workloads import Workload
 from foldmoe.report.serve_table import remarks
@@ -82,6 +83,7 @@ def test_warming_with_the_largest_workload_alone_takes_one_run_less(tmp_path: Pa
     assert said == ["starting a server", "8/4 x2, warming up", "8/4 x2", "8/5 x1"]
     assert told[-1].done == 4
     assert result.complete
+    assert any("every server ran the largest workload alone once" in line for line in remarks(result))
 
 
 def test_progress_counts_every_step_and_knows_the_time_left_after_one_server(tmp_path: Path) -> None:
@@ -208,6 +210,15 @@ def test_failed_or_short_requests_make_the_run_invalid(tmp_path: Path, fault: st
     assert re.search(message, invalid.invalid[0]), invalid.invalid
     assert not result.complete
     assert any(event.wrong and "does not count" in event.text for event in told)
+
+
+def test_a_bad_request_is_taken_for_a_prompt_that_does_not_fit() -> None:
+    found = {
+        "output_lens": [4, 0], "ttfts": [0.1, 0.0], "itls": [[], []], "generated_texts": ["a", ""],
+        "errors": ["", "Bad Request"], "completed": 1,
+    }  # fmt: skip
+    run = checked(found, Workload(8, 4, 1, 2), arm="folded", repeat=1, seconds=1.0)
+    assert "failed, the first with: Bad Request; vLLM refuses prompts of more tokens than" in run.invalid[0]
 
 
 def test_variables_of_the_benchmark_itself_do_not_reach_another_arm(

@@ -113,7 +113,8 @@ def remarks(result: ServeResult) -> list[str]:
     if result.noise_arm is None:
         lines.append("noise floor: not measured, no arm was served twice")
     lines.append("changes: of the medians over all repeats; 'later' leaves the first repeat out")
-    lines.append("warm-up: every server ran all workloads once, over other prompts, before anything was measured")
+    ran = "all workloads" if result.warm == "all" else "the largest workload alone"
+    lines.append(f"warm-up: every server ran {ran} once, over other prompts, before anything was measured")
     served = dict.fromkeys(f"{name} {v}" for server in result.servers for name, v in server.versions.items())
     lines.append("server: " + (", ".join(served) or "none ran"))
     lines.append("client: " + ", ".join(f"{name} {version}" for name, version in result.versions.items()))

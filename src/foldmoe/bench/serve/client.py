@@ -30,6 +30,11 @@ _FLAGS = (
 """As the published comparisons were made; warm-ups default to 0 in vLLM, so that they are given."""
 
 _PER_REQUEST = ("output_lens", "ttfts", "itls", "generated_texts", "errors")
+_TOO_LONG = (
+    "; vLLM refuses prompts of more tokens than --max-model-len less the answer's, or of more characters than so many "
+    "of the tokenizer's longest token have"
+)
+"""What "Bad Request" means more often than not; the client passes no reason on."""
 
 
 class ClientError(Exception):
@@ -104,7 +109,8 @@ def checked(found: dict[str, Any], workload: Workload, *, arm: str, repeat: int,
     invalid = []
     if completed != requested:
         first = f", the first with: {str(errors[0]).strip().splitlines()[-1]}" if errors else ""
-        invalid.append(f"{requested - completed} of {requested} requests failed{first}")
+        hint = _TOO_LONG if "Bad Request" in first else ""
+        invalid.append(f"{requested - completed} of {requested} requests failed{first}{hint}")
     elif errors:
         invalid.append(f"{len(errors)} requests report errors, the first: {errors[0]}")
     if short:
