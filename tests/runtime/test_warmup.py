@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from tests.runtime import support
 
 pytest.importorskip("triton", reason="NOT CHECKED: warming up needs triton (pip install foldmoe[gpu])")
 
+ROOT = Path(__file__).parents[2]
 TINY = Path(foldmoe.__file__).parent / "assets" / "tiny-v4"
 
 
@@ -72,6 +75,18 @@ def test_sizes_end_at_the_largest(most: int) -> None:
     assert sizes(most)[0] == 1
     assert max(sizes(most)) == (most if most <= 257 else 289)
     assert len(set(sizes(most))) == len(sizes(most))
+
+
+def test_kernels_are_found_in_the_cache_whichever_batch_came_first() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.runtime.cache_keys"]
+    ahead, engine = (
+        subprocess.Popen([*command, *tokens], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for tokens in (("1", "64", "2048"), ("2048", "64", "1"))
+    )
+    keys = ahead.communicate(timeout=120)[0].splitlines()
+    assert {"hopper list_tiles", "hopper prologue", "triton prepare"} <= {line.rpartition(" ")[0] for line in keys}
+    assert engine.communicate(timeout=120)[0].splitlines() == keys
 
 
 def test_nothing_is_compiled_after_compiling_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

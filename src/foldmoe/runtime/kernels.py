@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -65,6 +67,7 @@ def start(kernel: Any, grid: Any, variant: Variant, /, *arguments: Any, **named:
             loading it then would break the capture.
         OSError: see :func:`foldmoe.runtime.kernel_cache.used`.
     """
+    _settle(kernel.__module__)  # before any look-up: a kernel's hash is its cache key
     if _compiler is not None:
         _compiler.compile(kernel, variant, arguments, named)
         return None
@@ -96,6 +99,25 @@ def compiling(compiler: Compiler) -> Iterator[None]:
         yield
     finally:
         _compiler = None
+
+
+@cache
+def _settle(module: str) -> None:
+    """Let Triton make the cache keys of a module's functions in the order of its file, those that it imports first.
+
+    A key holds the constants of the functions that its own calls. Triton 3.6 leaves out those of functions that have
+    no key yet (triton-lang/triton pull request 10494 mends it), so that keys would depend on which kernel a process
+    starts first: what was compiled ahead, smallest batch first, would not be found by an engine that starts with its
+    largest.
+    """
+    from triton import JITFunction
+
+    for value in list(vars(sys.modules[module]).values()):
+        if isinstance(value, JITFunction):
+            if value.__module__ == module:
+                _ = value.cache_key
+            else:
+                _settle(value.__module__)
 
 
 @contextmanager

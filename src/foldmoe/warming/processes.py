@@ -151,7 +151,7 @@ def _lines(jobs: Sequence[Job], **environment: str) -> Iterator[str]:
         RuntimeError: of the first worker that fails; the others are ended.
     """
     said: SimpleQueue[str | None] = SimpleQueue()
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile() as errors:
         workers = [_spawn(job, errors, environment) for job in jobs]
         try:
             for worker in workers:
@@ -159,15 +159,16 @@ def _lines(jobs: Sequence[Job], **environment: str) -> Iterator[str]:
             for _ in workers:
                 yield from iter(said.get, None)
                 if any(worker.poll() for worker in workers):
-                    errors.seek(0)
-                    raise RuntimeError(f"foldmoe: a kernel did not compile:\n{errors.read()[-4000:]}")
+                    # Not by seeking: workers that still write share the position.
+                    text = os.pread(errors.fileno(), os.fstat(errors.fileno()).st_size, 0).decode(errors="replace")
+                    raise RuntimeError(f"foldmoe: a kernel did not compile:\n{text[-4000:]}")
         finally:
             for worker in workers:
                 worker.kill()
                 worker.wait()
 
 
-def _spawn(job: Job, errors: IO[str], more: dict[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(job: Job, errors: IO[bytes], more: dict[str, str]) -> subprocess.Popen[bytes]:
     """A fresh interpreter, which needs nothing of the caller's main module, and finds what the caller imports."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | more
     command = [sys.executable, "-m", "foldmoe.warming.worker"]
