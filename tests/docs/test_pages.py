@@ -153,6 +153,15 @@ def test_measured_figures_stand_in_the_readme_alone() -> None:
         assert not found, f"{page.name} quotes {found}; include README.md's figures instead"
 
 
+def test_parts_of_the_readme_that_pages_include_link_to_no_page() -> None:
+    """A link in them would lead from the README or from the page, never from both."""
+    parts = re.findall(r"\[start:(\w+)\] -->(.*?)<!-- --8<-- \[end:", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert {name for name, _ in parts} >= {"figures", "limits"}
+    assert not [
+        (name, link) for name, text in parts for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link
+    ]
+
+
 def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2].partition("plugins:")[0]
     assert {page.name for page in PAGES} == set(re.findall(r"\S+\.md", nav))
