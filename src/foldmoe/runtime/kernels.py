@@ -106,7 +106,7 @@ def _settle(module: str) -> None:
     """Let Triton make the cache keys of a module's functions in the order of its file, those that it imports first.
 
     A key holds the constants of the functions that its own calls. Triton 3.6 leaves out those of functions that have
-    no key yet (triton-lang/triton pull request 10494 mends it), so that keys would depend on which kernel a process
+    no key yet (see triton-lang/triton pull request 10494), so that keys would depend on which kernel a process
     starts first: what was compiled ahead, smallest batch first, would not be found by an engine that starts with its
     largest.
     """

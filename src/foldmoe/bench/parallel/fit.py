@@ -64,13 +64,13 @@ def paced_by_the_host(exchange: Exchange, rows: Sequence[tuple[Phases, ParallelR
     """
 
     def largest_error(candidate: Exchange) -> float:
-        phases = [
+        moved = [
             candidate.dispatch.seconds(model.dispatch_bytes, bandwidth)
             + model.local
             + candidate.combine.seconds(model.combine_bytes, bandwidth)
             for model, _ in rows
         ]
-        totals = [taken + candidate.beyond(model.local) for taken, (model, _) in zip(phases, rows, strict=True)]
+        totals = [taken + candidate.beyond(model.local) for taken, (model, _) in zip(moved, rows, strict=True)]
         return max(abs(total / row.total - 1) for total, (_, row) in zip(totals, rows, strict=True))
 
     grid = [(together * 5e-6, busy * 20e-6) for together in range(401) for busy in range(51)]

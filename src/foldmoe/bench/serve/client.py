@@ -34,7 +34,7 @@ _TOO_LONG = (
     "; vLLM refuses prompts of more tokens than --max-model-len less the answer's, or of more characters than so many "
     "of the tokenizer's longest token have"
 )
-"""What "Bad Request" means more often than not; the client passes no reason on."""
+"""What "Bad Request" may mean; the client passes no reason on."""
 
 
 class ClientError(Exception):

@@ -33,7 +33,7 @@ def finish_reads():
     """Waits until this thread's loads from a slot of the ring are over, not only issued: before the slot is released.
 
     Copies by TMA do not wait for them. Without this, where products crowded shared memory, a warp read the scales of
-    the tile after (39 of 2,500 calls of a layer of 32x32 scales on an H200). It stands before a step's products are
+    a later step (39 of 2,500 calls of a layer of 32x32 scales on an H200). It stands before a step's products are
     issued or after they are waited for: in between, ptxas 12.8 crashes on it.
     """
     fence_async_shared()
