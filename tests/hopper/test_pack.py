@@ -24,6 +24,12 @@ def routed(experts, rows, columns, seed=0, span=11):
     return codes, scales
 
 
+@pytest.fixture(params=[100, 1], ids=["one by one", "all at once"], autouse=True)
+def _share(request, monkeypatch):
+    """How many experts are packed at a time; by itself it is more than one from 200 experts on."""
+    monkeypatch.setattr(pack, "_CHUNK_SHARE", request.param)
+
+
 @pytest.mark.parametrize(("experts", "rows", "columns", "interleave"), SHAPES)
 @pytest.mark.parametrize("consume", [False, True])
 def test_mxfp4_round_trip(experts, rows, columns, interleave, consume):
@@ -32,6 +38,12 @@ def test_mxfp4_round_trip(experts, rows, columns, interleave, consume):
     back = pack.unpack_mxfp4(packed)
     assert torch.equal(back[0], codes)
     assert torch.equal(back[1], scales)
+
+
+def test_experts_cut_out_of_wider_ones():
+    codes, scales = routed(3, 512, 128)
+    packed = pack.pack_mxfp4(codes[:, :256], scales[:, :256], True)
+    assert torch.equal(pack.unpack_mxfp4(packed)[0], codes[:, :256])
 
 
 def test_consume_packs_in_place():
@@ -56,10 +68,10 @@ def test_scale_bytes_of_zero_groups_survive():
 
 @pytest.mark.parametrize(("byte", "message"), [(255, "NaN"), (20, "span"), (240, "span")])
 def test_refuses_what_it_cannot_express(byte, message):
-    codes, scales = routed(1, 256, 128)
+    codes, scales = routed(3, 256, 128)
     codes |= 1
-    scales[0, 7, 1] = byte
-    with pytest.raises(ValueError, match=message):
+    scales[1, 7, 1] = byte
+    with pytest.raises(ValueError, match=rf"layers\.3\.w2, expert 1: .*{message}"):
         pack.pack_mxfp4(codes, scales, False, name="layers.3.w2")
 
 

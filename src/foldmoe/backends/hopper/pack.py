@@ -27,7 +27,10 @@ MAX_SPAN = 11
 LOWEST, HIGHEST = 27, 227
 """Largest scale byte of a row that has a nonzero code: its products stay normal float32 numbers."""
 
-_CHUNK_BLOCKS = 4
+_CHUNK_SHARE = 100
+"""Experts are packed so many at a time that their codes are this part of all: few launches, and the copies that are
+alive at once stay under 5 % of a layer with hundreds of experts.
+"""
 
 
 def row_blocks(rows: int) -> int:
@@ -125,7 +128,7 @@ def pack_mxfp4(
     checked: bool = False,
     name: str = "weights",
 ) -> PackedRouted:
-    """Pack ``codes [E, N, K/2]`` and ``scales [E, N, K/32]`` (uint8), one expert at a time.
+    """Pack ``codes [E, N, K/2]`` and ``scales [E, N, K/32]`` (uint8), a few experts at a time.
 
     Args:
         consume: write the result over the given tensors where sizes allow; the caller gives them up.
@@ -151,21 +154,18 @@ def pack_mxfp4(
     references = torch.empty(experts, blocks * 256, dtype=torch.float32, device=device)
     stray_index: list[Tensor] = []
     stray_byte: list[Tensor] = []
-    for e in range(experts):
-        offset, reference, stray = _offsets(codes[e], scales[e])
+    for part in _chunks(experts):
+        offset, reference, stray = _offsets(codes[part], scales[part])
         if stray.any():
             where = stray.flatten().nonzero().flatten()
-            stray_index.append(where + e * scales[e].numel())
-            stray_byte.append(scales[e].flatten()[where].clone())
-        references[e] = torch.exp2(pad(reference, (0, 1), value=0).index_select(0, order).to(torch.float32))
-        packed = torch.empty(size * 4096, dtype=torch.uint8, device=device)
-        wide = pad(codes[e], (0, steps * 64 - half)) if steps * 64 != half else codes[e]
-        for first in range(0, blocks, _CHUNK_BLOCKS):
-            picked = pick_rows(wide, order[first * 256 : (first + _CHUNK_BLOCKS) * 256], rows)
-            packed[first * steps * 16384 :][: picked.numel()] = _pack_codes(picked).flatten()
-        wide = pad(offset, (0, steps * 4 - offset.shape[1])) if steps * 4 != offset.shape[1] else offset
-        out_offsets[e] = _pack_offsets(pick_rows(wide, order, rows)).flatten()
-        out[e] = packed
+            stray_index.append(where + part.start * scales[0].numel())
+            stray_byte.append(scales[part].flatten()[where].clone())
+        references[part] = torch.exp2(pad(reference, (0, 1), value=0).index_select(1, order).to(torch.float32))
+        wide = pad(codes[part], (0, steps * 64 - half)) if steps * 64 != half else codes[part]
+        packed = _pack_codes(pick_rows(wide, order, rows).flatten(0, 1))
+        wide = pad(offset, (0, steps * 4 - offset.shape[2])) if steps * 4 != offset.shape[2] else offset
+        out_offsets[part] = _pack_offsets(pick_rows(wide, order, rows).flatten(0, 1)).view(-1, size * 256)
+        out[part] = packed.view(-1, size * 4096)
     empty = torch.empty(0, dtype=torch.int64, device=device)
     return PackedRouted(
         out.view(-1, 256),
@@ -192,10 +192,7 @@ def unpack_mxfp4(packed: PackedRouted) -> tuple[Tensor, Tensor]:
     offsets = packed.offsets.view(experts, blocks, steps, 4, 256)
     references = packed.references.view(experts, -1)
     for e in range(experts):
-        for first in range(0, blocks, _CHUNK_BLOCKS):
-            part = slice(first * 256, (first + _CHUNK_BLOCKS) * 256)
-            plain = _unpack_codes(units[e, first : first + _CHUNK_BLOCKS])[:, : columns // 2]
-            codes[e, order[part][keep[part]]] = plain[keep[part]]
+        codes[e, into] = _unpack_codes(units[e])[:, : columns // 2][keep]
         relative = _unpack_offsets(offsets[e])[keep][:, : columns // 32].to(torch.int32)
         reference = torch.frexp(references[e][keep]).exponent - 1 + 127
         scales[e, into] = (relative + reference[:, None] - 5).to(torch.uint8)
@@ -211,32 +208,38 @@ def check_mxfp4(codes: Tensor, scales: Tensor, *, name: str = "weights") -> None
         ValueError: a NaN scale.
         Unsupported: a row whose exponents span too far, or lie where float32 products would underflow; with the count.
     """
-    for e in range(codes.shape[0]):
-        used, top, live = _tops(codes[e], scales[e])
-        byte = scales[e].to(torch.int32)
+    for part in _chunks(codes.shape[0]):
+        used, top, live = _tops(codes[part], scales[part])
+        byte = scales[part].to(torch.int32)
         low = torch.where(used, byte, torch.full_like(byte, 1000)).amin(-1)
         span = torch.where(live, top - low, torch.zeros_like(top))
         odd = live & ((top < LOWEST) | (top > HIGHEST))
-        facts = torch.stack(((used & (byte == 255)).sum(), (span > MAX_SPAN).sum(), span.amax(), odd.sum()))
-        nans, far, widest, outside = facts.tolist()  # one wait for the device
-        rows, where = len(top), f"{name}, expert {e}"
-        if nans:
-            raise ValueError(f"{where}: {nans} scale bytes are 255, which is NaN")
-        if far:
-            raise Unsupported(
-                f"{where}: the exponents of {far} of {rows} rows span more than {MAX_SPAN} binades (up to {widest}), "
-                "which one reference exponent a row cannot express exactly in E4M3"
-            )
-        if outside:
-            raise Unsupported(
-                f"{where}: the largest scale byte of {outside} of {rows} rows lies outside {LOWEST} .. {HIGHEST}"
-            )
+        nan = (used & (byte == 255)).sum((1, 2))
+        facts = torch.stack((nan, (span > MAX_SPAN).sum(1), span.amax(1), odd.sum(1)), 1)
+        for e, (nans, far, widest, outside) in enumerate(facts.tolist(), part.start):  # one wait for the device
+            rows, where = codes.shape[1], f"{name}, expert {e}"
+            if nans:
+                raise ValueError(f"{where}: {nans} scale bytes are 255, which is NaN")
+            if far:
+                raise Unsupported(
+                    f"{where}: the exponents of {far} of {rows} rows span more than {MAX_SPAN} binades (up to "
+                    f"{widest}), which one reference exponent a row cannot express exactly in E4M3"
+                )
+            if outside:
+                raise Unsupported(
+                    f"{where}: the largest scale byte of {outside} of {rows} rows lies outside {LOWEST} .. {HIGHEST}"
+                )
+
+
+def _chunks(experts: int) -> list[slice]:
+    """Runs of experts that are packed together."""
+    each = max(1, experts // _CHUNK_SHARE)
+    return [slice(first, min(first + each, experts)) for first in range(0, experts, each)]
 
 
 def _tops(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Groups with a nonzero code, the largest scale byte of a row's used groups, rows that have one."""
-    rows, groups = scales.shape
-    used = ((codes.view(rows, groups, 16) & 0x77) != 0).any(-1)
+    used = ((codes.reshape(*scales.shape, 16) & 0x77) != 0).any(-1)
     byte = scales.to(torch.int32)
     top = torch.where(used, byte, torch.full_like(byte, -1)).amax(-1)
     return used, top, top >= 0
@@ -246,7 +249,7 @@ def _offsets(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Per group offsets (0 .. 11), reference exponent per row, and which groups are stray."""
     _, top, live = _tops(codes, scales)
     top = torch.where(live, top, torch.full_like(top, 127))
-    offset = scales.to(torch.int32) - top[:, None] + 11
+    offset = scales.to(torch.int32) - top.unsqueeze(-1) + 11
     stray = (offset < 0) | (offset > 11)
     return torch.where(stray, torch.zeros_like(offset), offset).to(torch.uint8), top - 133, stray
 
@@ -257,10 +260,10 @@ def in_place(stored: Tensor) -> bool:
 
 
 def pick_rows(matrix: Tensor, order: Tensor, rows: int) -> Tensor:
-    """Rows by source index; index ``rows``, which only blocks that they do not fill hold, gives zeros."""
+    """Rows ``[.., N, K]`` by source index; ``rows``, which only blocks that they do not fill hold, gives zeros."""
     if rows % 256 == 0:
-        return matrix.index_select(0, order)
-    return matrix.index_select(0, order.clamp(max=rows - 1)).masked_fill_((order >= rows)[:, None], 0)
+        return matrix.index_select(-2, order)
+    return matrix.index_select(-2, order.clamp(max=rows - 1)).masked_fill_((order >= rows)[:, None], 0)
 
 
 def _pack_codes(rows: Tensor) -> Tensor:
@@ -291,8 +294,8 @@ def _sign_words(words: Tensor, moves: tuple[tuple[int, int], ...]) -> Tensor:
     out = words & 0x77777777
     for source, target in moves:
         moved = words << (target - source) if target >= source else words >> (source - target)
-        mask = 1 << target if target < 31 else -(1 << 31)
-        out |= moved & mask
+        moved &= 1 << target if target < 31 else -(1 << 31)
+        out |= moved
     return out
 
 
