@@ -120,49 +120,63 @@ def test_the_hopper_backend_has_a_fit(flash: CheckpointPlan) -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 
 
-def measured_rows() -> list[tuple[str, int, str, dict[str, float]]]:
-    """Shape, tokens, transport and microseconds of the documentation's tables."""
+FOLDS = {"folded": ("native", "folded"), "dual-stream": ("native", "dual-stream"), "slot": ("slot", "folded")}
+
+
+def measured_rows(*columns: str) -> list[tuple[str, int, str, dict[str, float]]]:
+    """Shape, tokens, transport and microseconds of the documentation's tables that have these columns."""
     found, shape, heads = [], "", list[str]()
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
         if line.startswith("Shape "):
             shape = line.split()[1].rstrip(":,")
-        elif line.startswith("| tokens | transport | dispatch"):
-            heads = cells
+        elif line.startswith("| tokens | transport |"):
+            heads = cells if set(columns) <= set(cells) else []
         elif heads and line.startswith("| ---"):
             continue
         elif heads and line.startswith("|"):
             row = dict(zip(heads, cells, strict=True))
-            times = {name: float(row[name].replace(",", "")) for name in ("dispatch", "local", "combine", "total")}
+            times = {name: float(row[name].replace(",", "")) for name in columns}
             found.append((shape, int(row["tokens"]), row["transport"], times))
         else:
             heads = []
+    transports = "allgather", "alltoall", "symmetric"
+    assert {row[:3] for row in found} == set(product("AD", (1, 8, 32, 128, 512, 2048), transports))
     return found
 
 
 def test_the_model_meets_what_was_measured() -> None:
-    """Every documented row: symmetric memory and all-gather within 14 %, all-to-all within 20 %."""
-    transports = "allgather", "alltoall", "symmetric"
-    found = [(*row, *modelled(*row)) for row in measured_rows()]
-    assert {row[:3] for row in found} == set(product("AD", (1, 8, 32, 128, 512, 2048), transports))
-    for shape, tokens, transport, times, _, model in found:
+    """Every documented row of the folded layer: symmetric memory and all-gather within 15 %, all-to-all within 22 %."""
+    for shape, tokens, transport, times in measured_rows("dispatch", "local", "combine", "total"):
+        _, model = modelled(shape, tokens, transport, "folded", times)
         assert model.source == "fit"
-        off = 0.20 if transport == "alltoall" else 0.14
+        off = 0.22 if transport == "alltoall" else 0.15
         assert model.total * 1e6 == pytest.approx(times["total"], rel=off), (shape, tokens, transport)
-        assert model.local * 1e6 == pytest.approx(times["local"], rel=0.14), (shape, tokens, transport)
-    host = [(model, row) for _, _, transport, _, row, model in found if transport == "alltoall"]
-    fitted = paced_by_the_host(MEASURED["all_to_all"], host, find_link("nvlink", KNOWN["h200"]).bandwidth)
-    assert fitted.together == pytest.approx(MEASURED["all_to_all"].together)
-    assert fitted.busy == pytest.approx(MEASURED["all_to_all"].busy)
+        assert model.local * 1e6 == pytest.approx(times["local"], rel=0.15), (shape, tokens, transport)
 
 
-def modelled(shape: str, tokens: int, transport: str, times: dict[str, float]) -> tuple[ParallelRow, Phases]:
+def test_the_model_meets_the_other_folds_too() -> None:
+    """Totals of two streams and of the slot scheme: within 23 %. The constants of an all-to-all are these rows' fit."""
+    parts = {row[:3]: row[3] for row in measured_rows("dispatch", "local", "combine", "total")}
+    paced = []
+    for shape, tokens, transport, totals in measured_rows(*FOLDS):
+        for fold, total in totals.items():
+            times = {**parts[shape, tokens, transport], "total": total}
+            row, model = modelled(shape, tokens, transport, fold, times)
+            assert model.total * 1e6 == pytest.approx(total, rel=0.231), (shape, tokens, transport, fold)
+            paced += [(model, row)] if transport == "alltoall" else []
+    fitted = paced_by_the_host(MEASURED["all_to_all"], paced, find_link("nvlink", KNOWN["h200"]).bandwidth)
+    for name in ("together", "busy", "apart", "slot"):
+        assert getattr(fitted, name) == pytest.approx(getattr(MEASURED["all_to_all"], name)), name
+
+
+def modelled(shape: str, tokens: int, transport: str, fold: str, times: dict[str, float]) -> tuple[ParallelRow, Phases]:
     """A documented row as the benchmark wrote it, and what the model says of it."""
-    ways = {"transports": (transport,), "arms": ("folded",), "schemes": ("native",)}
-    request = ParallelRequest(shape, (tokens,), **ways)
+    scheme, arm = FOLDS[fold]
+    request = ParallelRequest(shape, (tokens,), transports=(transport,), arms=(arm,), schemes=(scheme,))
     seconds = (times[name] * 1e-6 for name in ("dispatch", "local", "combine", "total"))
     row = ParallelRow(
-        tokens, transport, "native", "folded", *seconds,
+        tokens, transport, scheme, arm, *seconds,
         0, 0, graph=True, sent=0, bound=None, predicted=None, same_bits=None,
     )  # fmt: skip
     result = ParallelResult(request, "", "", 2, "hopper", 0.0, "", {})

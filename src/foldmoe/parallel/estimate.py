@@ -154,7 +154,7 @@ def phases(
     return Phases(
         plan.layer, tokens, scheme.dispatch, going, back,
         exchange.dispatch.seconds(going, link.bandwidth), known, exchange.combine.seconds(back, link.bandwidth),
-        exchange.beyond(known), source,
+        exchange.beyond(known, plan.strategy), source,
     )  # fmt: skip
 
 

@@ -20,13 +20,23 @@ from foldmoe.planner import plan_layer
 from foldmoe.planner.devices import KNOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from foldmoe.bench.parallel.result import ParallelRow
     from foldmoe.parallel.estimate import Phases
+    from foldmoe.planner.plan import Strategy
 
 DEVICE = "h200"
 """What the results are taken to come from."""
+
+Fold = tuple[str, str]
+
+STRATEGIES: dict[Fold, Strategy] = {
+    ("native", "folded"): "native",
+    ("native", "dual-stream"): "serial",
+    ("slot", "folded"): "slot",
+}
+"""What a plan calls a row's scheme and arm."""
 
 
 def expected(result: ParallelResult, row: ParallelRow) -> Phases:
@@ -58,23 +68,35 @@ def fit(points: Sequence[tuple[float, float]], bandwidth: float) -> Cost:
 
 
 def paced_by_the_host(exchange: Exchange, rows: Sequence[tuple[Phases, ParallelRow]], bandwidth: float) -> Exchange:
-    """``exchange`` with the ``together`` and ``busy`` whose largest relative error over ``rows`` is smallest.
+    """``exchange`` with the ``together`` and ``busy`` whose largest relative error over the folded native rows is
+    smallest, then the ``apart`` and ``slot`` that are best for the others.
 
     They are looked for up to 2 and 1 ms, in steps of 5 and 20 us: far finer than such a host's times repeat.
     """
 
-    def largest_error(candidate: Exchange) -> float:
+    def best(candidates: Iterable[Exchange], fold: Fold) -> Exchange:
+        ours = [(model, row) for model, row in rows if (row.scheme, row.arm) == fold]
         moved = [
-            candidate.dispatch.seconds(model.dispatch_bytes, bandwidth)
+            exchange.dispatch.seconds(model.dispatch_bytes, bandwidth)
             + model.local
-            + candidate.combine.seconds(model.combine_bytes, bandwidth)
-            for model, _ in rows
+            + exchange.combine.seconds(model.combine_bytes, bandwidth)
+            for model, _ in ours
         ]
-        totals = [taken + candidate.beyond(model.local) for taken, (model, _) in zip(moved, rows, strict=True)]
-        return max(abs(total / row.total - 1) for total, (_, row) in zip(totals, rows, strict=True))
 
-    grid = [(together * 5e-6, busy * 20e-6) for together in range(401) for busy in range(51)]
-    return min((replace(exchange, together=t, busy=b) for t, b in grid), key=largest_error)
+        def largest_error(candidate: Exchange) -> float:
+            totals = [
+                taken + candidate.beyond(model.local, STRATEGIES[fold])
+                for taken, (model, _) in zip(moved, ours, strict=True)
+            ]
+            return max((abs(total / row.total - 1) for total, (_, row) in zip(totals, ours, strict=True)), default=0.0)
+
+        return min(candidates, key=largest_error)
+
+    steps = [step * 5e-6 for step in range(401)]
+    grid = (replace(exchange, together=t, busy=b * 20e-6) for t in steps for b in range(51))
+    found = best(grid, ("native", "folded"))
+    found = best([replace(found, apart=more) for more in steps], ("native", "dual-stream"))
+    return best([replace(found, slot=more) for more in steps], ("slot", "folded"))
 
 
 def main(paths: Sequence[str]) -> None:
@@ -91,9 +113,12 @@ def main(paths: Sequence[str]) -> None:
             back = fit([(model.combine_bytes, row.combine) for model, row in rows], bandwidth)
             exchange = Exchange(there, back, max(0.0, _beyond([row for _, row in rows])))
             if strategy == "all_to_all":
-                exchange = paced_by_the_host(exchange, rows, bandwidth)
-            busy = f", {exchange.busy * 1e6:.1f}e-6" if exchange.busy else ""
-            print(f'    "{strategy}": Exchange({_code(there)}, {_code(back)}, {exchange.together * 1e6:.1f}e-6{busy}),')
+                every = [(expected(result, row), row) for result in results for row in result.rows]
+                paced = [(model, row) for model, row in every if row.transport == transport]
+                exchange = paced_by_the_host(exchange, paced, bandwidth)
+            host = exchange.busy, exchange.apart, exchange.slot
+            rest = "".join(f", {seconds * 1e6:.1f}e-6" for seconds in host) if any(host) else ""
+            print(f'    "{strategy}": Exchange({_code(there)}, {_code(back)}, {exchange.together * 1e6:.1f}e-6{rest}),')
     for result in results:
         print(f"\nShape {result.request.shape}, {result.link / 1e9:.0f} GB/s\n\n{_table(result)}\n\n{_totals(result)}")
 
