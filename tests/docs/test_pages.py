@@ -144,7 +144,7 @@ def test_pictures_have_words() -> None:
 
 def test_measured_figures_stand_in_the_readme_alone() -> None:
     readme = (ROOT / "README.md").read_text()
-    for section in ("figures", "limits"):
+    for section in ("served", "figures", "limits"):
         assert readme.count(f"[start:{section}]") == readme.count(f"[end:{section}]") == 1
     for page in PAGES:
         if page.name == "parallel.md":  # times over several GPUs have tables of their own, under their command
@@ -156,7 +156,7 @@ def test_measured_figures_stand_in_the_readme_alone() -> None:
 def test_parts_of_the_readme_that_pages_include_link_to_no_page() -> None:
     """A link in them would lead from the README or from the page, never from both."""
     parts = re.findall(r"\[start:(\w+)\] -->(.*?)<!-- --8<-- \[end:", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert {name for name, _ in parts} >= {"figures", "limits"}
+    assert {name for name, _ in parts} >= {"served", "figures", "limits"}
     assert not [
         (name, link) for name, text in parts for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link
     ]
