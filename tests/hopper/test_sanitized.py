@@ -1,0 +1,97 @@
+"""Racecheck's report, sorted into hazards that are known and others."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="NOT CHECKED: the Hopper kernels need triton (pip install foldmoe[gpu])")
+from tests.hopper import sanitized
+
+BLOCK = """\
+========= Error: Race reported between Write access at folded_moe+0xec00 in {}:{}
+=========     and Read access at folded_moe+0x510 in {}:{} [112 hazards]
+=========     and Read access at folded_moe+0x3fe0 in {}:{} [96 hazards]
+========= \n"""
+
+
+def line(file: str, text: str, after: str = "") -> int:
+    """Number of the first line with ``text`` in a kernel file, behind one with ``after``."""
+    lines = (Path(sanitized.KERNELS) / file).read_text().splitlines()
+    start = next(i for i, found in enumerate(lines) if after in found)
+    return next(i for i, found in enumerate(lines[start:], start + 1) if text in found)
+
+
+def block(write: tuple[str, int], *reads: tuple[str, int]) -> str:
+    return BLOCK.format(*write, *reads[0], *reads[-1])
+
+
+STORE = ("tickets.py", line("tickets.py", ".store(", "def hand_out"))
+LOAD = ("tickets.py", line("tickets.py", ".load(", "def receive"))
+TOLD = ("epilogue.py", line("epilogue.py", "amax_bufs", "def finish_up"))
+DISPATCH = ("folded.py", line("folded.py", "gl.warp_specialize("))
+
+
+def test_places_are_functions_of_the_launch():
+    assert sanitized.place(*STORE) == "tickets.hand_out"
+    assert sanitized.place(*LOAD) == "tickets.receive"
+    assert sanitized.place("elsewhere.py", 7) == "elsewhere.py:7"
+    assert sanitized.place("folded.py", 1) == "folded.py:1"
+
+
+def test_hazards_are_counted_by_kind():
+    said = "".join(("noise\n", block(STORE, LOAD), block(TOLD, TOLD), block(DISPATCH, DISPATCH), block(STORE, LOAD)))
+    known, others = sanitized.hazards(said)
+    assert not others
+    assert dict(known) == {
+        "ring of tickets": 2,
+        "largest values between warpgroups": 1,
+        "Triton's dispatch of warps": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        block(STORE, STORE),
+        block(STORE, LOAD, TOLD),  # one of its reads is another's
+        block(("products.py", 140), LOAD),
+        block(("triton.py", 3), ("triton.py", 4)),
+        "========= Error: Race reported between Write access at folded_moe+0x1\n========= \n",  # no line information
+    ],
+)
+def test_another_hazard_is_kept_whole(said: str):
+    known, others = sanitized.hazards(block(STORE, LOAD) + said)
+    assert others == [said.removesuffix("========= \n")]
+    assert sum(known.values()) == 1
+
+
+def test_nothing_reported_is_nothing():
+    assert sanitized.hazards("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n") == ({}, [])
+
+
+RAN = "".join(f"{pair} {kind} {tokens} 0.5\n" for pair, kind in sanitized.PAIRS for tokens in (3, 65))
+ENDED = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        (block(STORE, LOAD) + RAN + ENDED, 0),
+        (block(STORE, STORE) + RAN + ENDED, 1),
+        (block(STORE, LOAD) + RAN, 1),  # it ended early
+        (RAN[:40] + ENDED, 1),
+        ("", 1),
+    ],
+)
+def test_the_command_fails_on_any_other_hazard_and_where_layers_did_not_run(
+    said: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "said").write_text(said)
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert sanitized.main("racecheck") == code
+    printed = capsys.readouterr().out
+    assert ("Race reported" in printed) == (block(STORE, STORE) in said)
+    assert "layers ran" in printed
