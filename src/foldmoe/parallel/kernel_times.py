@@ -28,7 +28,7 @@ V4-Pro at 1 to 8192 tokens (it ranges from 0.36 to 0.84)."""
 HOPPER_FIXED, HOPPER_BYTES, HOPPER_OPERATIONS = 15e-6, 1.0, 1.75
 """Seconds of a folded Hopper layer: fixed, and times its bytes' and its operations' floors. Fitted by eye to README's
 table of shape A (1 to 8192 tokens, 37 to 4933 us), which it meets within 13 %, and to the local launches of
-docs/parallel.md (A and D over two H200s, 1 to 2048 tokens), which it meets within 14 %."""
+docs/parallel.md (A and D over two H200s, 1 to 2048 tokens), which it meets within 15 %."""
 
 # Dense rates, without the sparsity that data sheets multiply by two; checked in 2026.
 # A100 (311.9 TFLOP/s): hmc-tech.com's table of the A100 SXM. H100 SXM (989.4 and 1,978.9) and HGX B200 at 1,000 W

@@ -51,11 +51,13 @@ class Visit:
 
 
 def visits(result: ServeResult) -> list[Visit]:
-    """Arms interleaved: every round serves all of them, A1 B1 C1 A2 ...; valid runs that are there are not repeated."""
+    """Arms interleaved: every round serves all of them, every second one backwards, A1 B1 C1 C2 B2 A2 ..., so that none
+    always comes first. Valid runs that are there are not repeated.
+    """
     done = {(run.arm, run.repeat, run.workload) for run in result.runs if not run.invalid}
     planned = []
     for repeat in range(1, result.repeats + 1):
-        for arm in result.served:
+        for arm in result.served if repeat % 2 else reversed(result.served):
             left = tuple(w for w in result.workloads.workloads if (arm, repeat, w.name) not in done)
             if left:
                 warm = left if result.warm == "all" else (max(left, key=lambda workload: workload.tokens),)
