@@ -19,7 +19,7 @@ def console() -> Console:
 
 
 class Bars:
-    """A progress bar a step, below each other.
+    """A progress bar a step, below each other; where no terminal draws them, a line as each step begins.
 
     Args:
         screen: where they are drawn; use as a context manager.
@@ -27,7 +27,7 @@ class Bars:
 
     def __init__(self, screen: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=screen)
+        self._progress = Progress(*columns, console=screen, disable=not screen.is_terminal)
 
     def __enter__(self) -> Bars:
         self._progress.start()
@@ -38,5 +38,7 @@ class Bars:
 
     def step(self, label: str, total: int | None) -> Callable[[int], None]:
         """Begin a step of ``total`` units (None: unknown); call the result with the units done since the last call."""
+        if self._progress.disable:
+            self._progress.console.print(label if total is None else f"{label}, {total}", markup=False, highlight=False)
         task = self._progress.add_task(label, total=total)
         return lambda done: self._progress.advance(task, done)
