@@ -13,6 +13,7 @@ SHAPES = [
     (2, 384, 96, False),
     (1, 576, 256, True),
     (1, 128, 320, False),
+    (5, 128, 96, True),
 ]
 
 
@@ -24,10 +25,10 @@ def routed(experts, rows, columns, seed=0, span=11):
     return codes, scales
 
 
-@pytest.fixture(params=[100, 1], ids=["one by one", "all at once"], autouse=True)
-def _share(request, monkeypatch):
+@pytest.fixture(params=[100, 2, 1], ids=["one by one", "two parts", "all at once"], autouse=True)
+def _parts(request, monkeypatch):
     """How many experts are packed at a time; by itself it is more than one from 200 experts on."""
-    monkeypatch.setattr(pack, "_CHUNK_SHARE", request.param)
+    monkeypatch.setattr(pack, "_PARTS", request.param)
 
 
 @pytest.mark.parametrize(("experts", "rows", "columns", "interleave"), SHAPES)
@@ -55,12 +56,12 @@ def test_consume_packs_in_place():
 
 
 def test_scale_bytes_of_zero_groups_survive():
-    codes, scales = routed(2, 256, 256)
-    codes.view(2, 256, 8, 16)[:, ::3, 2] &= 0x88  # signed zeros
+    codes, scales = routed(5, 256, 256)
+    codes.view(5, 256, 8, 16)[:, ::3, 2] &= 0x88  # signed zeros
     scales[:, ::3, 2] = torch.tensor([0, 254], dtype=torch.uint8)[torch.arange(86) % 2]
-    codes[1, 5] = 0
-    scales[1, 5] = torch.arange(8, dtype=torch.uint8) * 30
-    scales[1, 5, 3] = 255
+    codes[3, 5] = 0
+    scales[3, 5] = torch.arange(8, dtype=torch.uint8) * 30
+    scales[3, 5, 3] = 255
     back = pack.unpack_mxfp4(pack.pack_mxfp4(codes, scales, True))
     assert torch.equal(back[0], codes)
     assert torch.equal(back[1], scales)

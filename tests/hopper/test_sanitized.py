@@ -53,10 +53,13 @@ def test_hazards_are_counted_by_kind():
     "said",
     [
         block(STORE, STORE),
+        block(TOLD, TOLD).replace("Read", "Write"),
         block(STORE, LOAD, TOLD),  # one of its reads is another's
         block(("products.py", 140), LOAD),
+        block(("products.py", 140), LOAD).replace("Error", "Warning"),
         block(("triton.py", 3), ("triton.py", 4)),
-        "========= Error: Race reported between Write access at folded_moe+0x1\n========= \n",  # no line information
+        block(STORE, LOAD).replace(f" in tickets.py:{LOAD[1]} [96", " [96"),  # no line information
+        "========= Error: Race reported between Write access at folded_moe+0x1\n========= \n",
     ],
 )
 def test_another_hazard_is_kept_whole(said: str):
@@ -74,24 +77,32 @@ ENDED = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("tool", "said", "code"),
     [
-        (block(STORE, LOAD) + RAN + ENDED, 0),
-        (block(STORE, STORE) + RAN + ENDED, 1),
-        (block(STORE, LOAD) + RAN, 1),  # it ended early
-        (RAN[:40] + ENDED, 1),
-        ("", 1),
+        ("racecheck", block(STORE, LOAD) + RAN + ENDED, 0),
+        ("racecheck", block(STORE, STORE) + RAN + ENDED, 1),
+        ("racecheck", block(STORE, LOAD) + RAN, 1),  # it ended early
+        ("racecheck", RAN + ENDED, 1),  # a hazard that was not understood
+        ("racecheck", RAN[:40] + ENDED, 1),
+        ("racecheck", "", 1),
+        ("memcheck", RAN + "========= ERROR SUMMARY: 0 errors\n", 0),
+        ("memcheck", RAN + "========= ERROR SUMMARY: 7 errors\n", 1),
     ],
 )
-def test_the_command_fails_on_any_other_hazard_and_where_layers_did_not_run(
-    said: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_fails_on_anything_else_and_where_layers_did_not_run(
+    tool: str,
+    said: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     (tmp_path / "said").write_text(said)
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
-    tool.chmod(0o755)
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
+    sanitizer.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert sanitized.main("racecheck") == code
+    assert sanitized.main(tool) == code
     printed = capsys.readouterr().out
     assert ("Race reported" in printed) == (block(STORE, STORE) in said)
     assert "layers ran" in printed

@@ -47,8 +47,8 @@ class Exchange:
         together: seconds of the whole layer beyond its phases: ranks that wait for one another between them, and where
             the host takes part, what it takes to start the local launch.
         busy: seconds that the host needs for what follows once it has started the local launch, which runs meanwhile.
-        apart, slot: seconds that the host takes beyond that for a shared expert with a launch of its own, and for one
-            in a slot.
+        apart, slot: seconds that the host takes beyond that for a shared expert with a launch of its own (measured on
+            a second stream), and for one in a slot.
     """
 
     dispatch: Cost
@@ -59,7 +59,12 @@ class Exchange:
     slot: float = 0.0
 
     def beyond(self, local: float, strategy: Strategy) -> float:
-        """Seconds that the whole layer takes beyond its phases, less what they overlap."""
+        """Seconds that the whole layer takes beyond its phases, less what they overlap.
+
+        Args:
+            local: seconds of the local launch.
+            strategy: what the plan says of the shared expert.
+        """
         more = {"native": 0.0, "slot": self.slot, "serial": self.apart}[strategy]
         return self.together + more - min(local, self.busy)
 

@@ -27,9 +27,9 @@ MAX_SPAN = 11
 LOWEST, HIGHEST = 27, 227
 """Largest scale byte of a row that has a nonzero code: its products stay normal float32 numbers."""
 
-_CHUNK_SHARE = 100
-"""Experts are packed so many at a time that their codes are this part of all: few launches, and the copies that are
-alive at once stay under 5 % of a layer with hundreds of experts.
+_PARTS = 100
+"""Experts are packed in that many parts, or one by one: few operations, while the copies alive at once, of five parts,
+stay under 5 % of a layer of 200 experts or more. With fewer experts they are those of five experts.
 """
 
 
@@ -159,13 +159,12 @@ def pack_mxfp4(
         if stray.any():
             where = stray.flatten().nonzero().flatten()
             stray_index.append(where + part.start * scales[0].numel())
-            stray_byte.append(scales[part].flatten()[where].clone())
+            stray_byte.append(scales[part].flatten()[where])
         references[part] = torch.exp2(pad(reference, (0, 1), value=0).index_select(1, order).to(torch.float32))
-        wide = pad(codes[part], (0, steps * 64 - half)) if steps * 64 != half else codes[part]
-        packed = _pack_codes(pick_rows(wide, order, rows).flatten(0, 1))
         wide = pad(offset, (0, steps * 4 - offset.shape[2])) if steps * 4 != offset.shape[2] else offset
         out_offsets[part] = _pack_offsets(pick_rows(wide, order, rows).flatten(0, 1)).view(-1, size * 256)
-        out[part] = packed.view(-1, size * 4096)
+        wide = pad(codes[part], (0, steps * 64 - half)) if steps * 64 != half else codes[part]
+        out[part] = _pack_codes(pick_rows(wide, order, rows).flatten(0, 1)).view(-1, size * 4096)
     empty = torch.empty(0, dtype=torch.int64, device=device)
     return PackedRouted(
         out.view(-1, 256),
@@ -232,8 +231,8 @@ def check_mxfp4(codes: Tensor, scales: Tensor, *, name: str = "weights") -> None
 
 
 def _chunks(experts: int) -> list[slice]:
-    """Runs of experts that are packed together."""
-    each = max(1, experts // _CHUNK_SHARE)
+    """Experts that are packed together."""
+    each = max(1, experts // _PARTS)
     return [slice(first, min(first + each, experts)) for first in range(0, experts, each)]
 
 

@@ -71,7 +71,13 @@ def paced_by_the_host(exchange: Exchange, rows: Sequence[tuple[Phases, ParallelR
     """``exchange`` with the ``together`` and ``busy`` whose largest relative error over the folded native rows is
     smallest, then the ``apart`` and ``slot`` that are best for the others.
 
-    They are looked for up to 2 and 1 ms, in steps of 5 and 20 us: far finer than such a host's times repeat.
+    They are looked for up to 2 ms in steps of 5 us, ``busy`` up to 1 ms in steps of 20: far finer than such a host's
+    times repeat.
+
+    Args:
+        exchange: whose phases stand.
+        rows: of one transport, each beside what the model says of it. Without rows of a fold its constant is 0.
+        bandwidth: of the link, bytes a second.
     """
 
     def best(candidates: Iterable[Exchange], fold: Fold) -> Exchange:

@@ -51,8 +51,8 @@ class Visit:
 
 
 def visits(result: ServeResult) -> list[Visit]:
-    """Arms interleaved: every round serves all of them, every second one backwards, A1 B1 C1 C2 B2 A2 ..., so that none
-    always comes first. Valid runs that are there are not repeated.
+    """Arms interleaved: every round serves all of them, every second one backwards, A1 B1 C1 C2 B2 A2 ..., so that from
+    two rounds on none always comes first. Valid runs that are there are not repeated.
     """
     done = {(run.arm, run.repeat, run.workload) for run in result.runs if not run.invalid}
     planned = []
