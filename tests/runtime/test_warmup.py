@@ -155,7 +155,7 @@ def test_case_66_a_new_batch_size_during_capture_is_a_clear_error(
     with compiling(warm):
         layer.forward(call(4, "cpu"), folded=True)
     started = []
-    monkeypatch.setattr(kernels, "_started", set(warm._met))
+    monkeypatch.setattr(kernels, "_started", dict.fromkeys(warm._met))
     monkeypatch.setattr(kernels, "capturing", lambda device: True)
     for key in warm._met:
         monkeypatch.setattr(type(key[0]), "__getitem__", lambda kernel, grid: lambda *a, **n: started.append(kernel))

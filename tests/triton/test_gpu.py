@@ -85,8 +85,8 @@ def _warm(request: pytest.FixtureRequest) -> None:
 
 def poison() -> None:
     """NaN in the scratch memory that the next call takes, and in memory that its output may get."""
-    for memory in workspace._held.values():
-        memory.fill_(255)
+    for held in workspace._held.values():
+        held.memory.fill_(255)
     torch.full((2**24,), torch.nan, device="cuda")
 
 

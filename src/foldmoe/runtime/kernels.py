@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _log = logging.getLogger("foldmoe")
-_started: set[tuple[Any, ...]] = set()
+_started: dict[tuple[Any, ...], Any] = {}
+"""The compiled kernel of each variant that has started; None for what is none, as under Triton's interpreter."""
 _compiler: Compiler | None = None
 
 
@@ -46,7 +47,7 @@ class Variant(NamedTuple):
     """One compiled form of a kernel.
 
     Args:
-        key: the kernel and all that Triton may compile a new form for.
+        key: the kernel and all that Triton may compile a new form for. Equal keys run the same binary.
         device: where it runs.
         facts: printed in errors, to find the call that needs it.
     """
@@ -72,7 +73,11 @@ def start(kernel: Any, grid: Any, variant: Variant, /, *arguments: Any, **named:
         _compiler.compile(kernel, variant, arguments, named)
         return None
     if variant.key in _started:
-        return kernel[grid](*arguments, **named)
+        compiled = _started[variant.key]
+        if compiled is None or kernel.pre_run_hooks:
+            return kernel[grid](*arguments, **named)
+        _again(compiled, kernel, grid, arguments, named)
+        return compiled
     if capturing(variant.device):
         raise RuntimeError(
             f"foldmoe: the kernel {_name(kernel)!r} would be compiled during a CUDA graph capture; warm up first: call "
@@ -81,8 +86,28 @@ def start(kernel: Any, grid: Any, variant: Variant, /, *arguments: Any, **named:
         )
     with kernel_cache.used(), _unwatched(kernel):
         compiled = kernel[grid](*arguments, **named)
-    _started.add(variant.key)
+    _started[variant.key] = compiled if _is_compiled(compiled) else None
     return compiled
+
+
+def _again(compiled: Any, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Start what an equal key has compiled, where Triton would look at every argument again to find it."""
+    rest = _parameters(kernel)[len(arguments) :]
+    values = [named.get(name, default) for name, default in rest]
+    sizes = grid(named) if callable(grid) else grid
+    compiled[(*sizes, 1, 1)[:3]](*arguments, *values)
+
+
+@cache
+def _parameters(kernel: Any) -> list[tuple[str, Any]]:
+    """Names and defaults, in the order in which a compiled kernel takes all of them."""
+    return [(name, parameter.default) for name, parameter in kernel.signature.parameters.items()]
+
+
+def _is_compiled(found: Any) -> bool:
+    from triton.compiler import CompiledKernel
+
+    return isinstance(found, CompiledKernel)
 
 
 def capturing(device: torch.device) -> bool:

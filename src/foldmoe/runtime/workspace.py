@@ -9,20 +9,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 ALIGNMENT = 256
 
-_held: dict[tuple[torch.device, int], Tensor] = {}
+MOST_KEPT = 64
+"""Of one buffer, how many cuts are kept: an engine's batches have any size."""
+
+_T = TypeVar("_T")
 
 
 @dataclass
+class _Held:
+    """One buffer, and what was made of it for as long as it is held."""
+
+    memory: Tensor
+    made: dict[Carve, object] = field(default_factory=dict)
+
+
+_held: dict[tuple[torch.device, int], _Held] = {}
+
+
+@dataclass(eq=False)
 class Carve:
     """A list of buffers to cut out of one allocation.
 
-    ``add`` them all, then :meth:`take`; the memory is not initialised.
+    ``add`` them all, then :meth:`take` or :meth:`kept`; the memory is not initialised.
     """
 
     _wanted: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = field(default_factory=dict)
@@ -36,7 +54,22 @@ class Carve:
 
     def take(self, device: torch.device) -> dict[str, Tensor]:
         """All buffers, in the current stream's memory."""
-        memory = _memory(device, self.nbytes)
+        return self._cut(_hold(device, self.nbytes).memory)
+
+    def kept(self, device: torch.device, make: Callable[[dict[str, Tensor]], _T]) -> _T:
+        """What ``make`` makes of all buffers; the same object as long as they are the same memory.
+
+        Cutting takes tens of microseconds of the host's time, more than a small launch. For a ``Carve`` that is itself
+        kept; ``make`` must always be the same.
+        """
+        held = _hold(device, self.nbytes)
+        if self not in held.made:
+            if len(held.made) >= MOST_KEPT:
+                held.made.clear()
+            held.made[self] = make(self._cut(held.memory))
+        return held.made[self]  # type: ignore[return-value]
+
+    def _cut(self, memory: Tensor) -> dict[str, Tensor]:
         found = {}
         for name, (shape, dtype, start) in self._wanted.items():
             size = max(1, prod(shape)) * dtype.itemsize
@@ -45,23 +78,21 @@ class Carve:
         return found
 
 
-def _memory(device: torch.device, nbytes: int) -> Tensor:
-    if device.type != "cuda":
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+def _hold(device: torch.device, nbytes: int) -> _Held:
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return _Held(torch.empty(nbytes, dtype=torch.uint8, device=device))
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     held = _held.get(key)
-    if held is None or held.numel() < nbytes:
+    if held is None or held.memory.numel() < nbytes:
         _held.pop(key, None)
         del held  # the old buffer may be reused for the new one
-        held = _held[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        held = _held[key] = _Held(torch.empty(nbytes, dtype=torch.uint8, device=device))
     return held
 
 
 def held_bytes(device: torch.device) -> int:
     """Bytes held between calls on ``device``, over all streams."""
-    return sum(memory.numel() for (where, _), memory in _held.items() if where == device)
+    return sum(held.memory.numel() for (where, _), held in _held.items() if where == device)
 
 
 def release(device: torch.device | None = None) -> None:

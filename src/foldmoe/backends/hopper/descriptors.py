@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 
 def descriptors(layer: Weights, b: Buffers, config: HopperConfig) -> tuple[Any, ...]:
-    """The sixteen descriptors of ``folded_moe``.
-
-    Those of the weights are kept. Those of the workspace are not: they would hold its memory.
-    """
+    """The sixteen descriptors of ``folded_moe``, kept with what they describe: weights and workspace."""
     if config.warpgroups not in layer.descriptors:
         layer.descriptors[config.warpgroups] = _of_weights(layer, config.warpgroups)
-    return (*layer.descriptors[config.warpgroups], *_of_tokens(layer, b, config))
+    g = layer.geometry
+    key = (config.tokens, config.shared_tokens, g.step, g.k_down4, g.k_down8)
+    if key not in b.described:
+        b.described[key] = _of_tokens(layer, b, config)
+    return (*layer.descriptors[config.warpgroups], *b.described[key])
 
 
 def _of_weights(layer: Weights, warpgroups: int) -> tuple[Any, ...]:

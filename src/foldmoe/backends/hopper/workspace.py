@@ -13,13 +13,17 @@ Nothing in it is read before the prologue writes it. The control block is int32 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from foldmoe.runtime.workspace import Carve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HEAD = 16
 
@@ -48,6 +52,7 @@ class Buffers:
         pos: row of every route, -1 for none.
         control: see the module. capacity: entries of the tile table.
         block_counts: routes per block and expert (large batches).
+        described: TMA descriptors of these buffers, by what they depend on beside them; kept by ``descriptors.py``.
     """
 
     xq: Tensor
@@ -60,6 +65,7 @@ class Buffers:
     block_counts: Tensor
     capacity: int
     row_capacity: int
+    described: dict[tuple[int, ...], tuple[Any, ...]] = field(default_factory=dict)
 
 
 def sorted_rows(tokens: int, top_k: int, experts: int, shared: bool) -> int:
@@ -79,7 +85,14 @@ def allocate(
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> Buffers:
     """Buffers for a batch, not initialised; ``dtype`` of tokens and hidden vectors."""
+    carve, make = _layout(tokens, top_k, experts, shared, hidden, h_stride, dtype)
+    return carve.kept(torch.device(device), make)
 
+
+@lru_cache(maxsize=1024)
+def _layout(
+    tokens: int, top_k: int, experts: int, shared: bool, hidden: int, h_stride: int, dtype: torch.dtype
+) -> tuple[Carve, Callable[[dict[str, Tensor]], Buffers]]:
     rows, routes = sorted_rows(tokens, top_k, experts, shared), tokens * top_k
     rows = _up(max(rows, 128), 128)
     capacity = min(routes, experts + routes // _TILE_ROWS) + 1
@@ -95,7 +108,7 @@ def allocate(
     carve.add("pos", (max(routes, 1),), torch.int32)
     carve.add("control", (HEAD + 5 * capacity + counters,), torch.int32)
     carve.add("block_counts", (blocks * bins,), torch.int32)
-    return Buffers(**carve.take(torch.device(device)), capacity=capacity, row_capacity=rows)
+    return carve, lambda tensors: Buffers(**tensors, capacity=capacity, row_capacity=rows)
 
 
 @cache

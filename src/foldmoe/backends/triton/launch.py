@@ -29,13 +29,17 @@ def _facts(tensors: dict[str, Tensor], numbers: dict[str, Any], kernel: Any) -> 
     facts: list[Any] = [(name, t.dtype, t.data_ptr() % 16 == 0) for name, t in tensors.items() if name not in anonymous]
     facts += [(name, t.dtype) for name, t in tensors.items() if name in anonymous]
     facts += [(name, n == 1, n % 16 == 0, n >= 2**31) for name, n in numbers.items() if name not in anonymous]
+    facts += [(name, n >= 2**31) for name, n in numbers.items() if name in anonymous]
     return facts
+
+
+_plain_names: dict[int, tuple[Any, frozenset[str]]] = {}
+"""By ``id``, with the kernel: its hash is its cache key, which :func:`foldmoe.runtime.kernels.start` has to make."""
 
 
 def _plain(kernel: Any) -> frozenset[str]:
     """Parameters whose values Triton does not look at."""
-    names: set[str] = set()
-    for parameter in getattr(kernel, "params", ()):
-        if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
-            names.add(parameter.name)
-    return frozenset(names)
+    if id(kernel) not in _plain_names:
+        plain = (p for p in getattr(kernel, "params", ()) if p.do_not_specialize or p.do_not_specialize_on_alignment)
+        _plain_names[id(kernel)] = kernel, frozenset(parameter.name for parameter in plain)
+    return _plain_names[id(kernel)][1]
