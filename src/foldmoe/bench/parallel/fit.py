@@ -108,20 +108,17 @@ def paced_by_the_host(exchange: Exchange, rows: Sequence[tuple[Phases, ParallelR
 def main(paths: Sequence[str]) -> None:
     """Print constants, then the rows of each result beside what the model says now."""
     results = [ParallelResult.load(path) for path in paths]
-    folded = [
-        (result, row) for result in results for row in result.rows if (row.scheme, row.arm) == ("native", "folded")
-    ]
+    every = [(expected(result, row), row) for result in results for row in result.rows]
     bandwidth = find_link("nvlink", KNOWN[DEVICE]).bandwidth
     for transport, strategy in TRANSPORTS.items():
-        rows = [(expected(result, row), row) for result, row in folded if row.transport == transport]
+        ours = [(model, row) for model, row in every if row.transport == transport]
+        rows = [(model, row) for model, row in ours if (row.scheme, row.arm) == ("native", "folded")]
         if rows:
             there = fit([(model.dispatch_bytes, row.dispatch) for model, row in rows], bandwidth)
             back = fit([(model.combine_bytes, row.combine) for model, row in rows], bandwidth)
             exchange = Exchange(there, back, max(0.0, _beyond([row for _, row in rows])))
             if strategy == "all_to_all":
-                every = [(expected(result, row), row) for result in results for row in result.rows]
-                paced = [(model, row) for model, row in every if row.transport == transport]
-                exchange = paced_by_the_host(exchange, paced, bandwidth)
+                exchange = paced_by_the_host(exchange, ours, bandwidth)
             host = exchange.busy, exchange.apart, exchange.slot
             rest = "".join(f", {seconds * 1e6:.1f}e-6" for seconds in host) if any(host) else ""
             print(f'    "{strategy}": Exchange({_code(there)}, {_code(back)}, {exchange.together * 1e6:.1f}e-6{rest}),')
