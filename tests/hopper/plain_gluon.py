@@ -219,7 +219,7 @@ def _asm(text, _constraints, arguments, dtype, is_pure, pack):
         _until(lambda: int(counter.memory[counter.offset]) >= wanted)
         return Number(0)
     assert "mov.b32 $0, $1" in text, text
-    return Number(arguments[0])
+    return arguments[0] if isinstance(arguments[0], Tensor) else Number(arguments[0])
 
 
 def _load(pointer, mask=None, other=0):

@@ -4,9 +4,9 @@
 
 racecheck follows an mbarrier at which every thread arrives. It does not follow one that a single thread signals for a
 warpgroup behind a barrier of the warpgroup, which is how Gluon signals (``handoff.cu`` shows it in a few lines): the
-launch hands over values so at two places. It also reports the word by which Triton dispatches warps, written and read
-on both sides of a barrier of all threads; why is not known. Hazards there are counted (:data:`KNOWN`); any other one is
-printed whole and makes this fail.
+ring of tickets is handed over so. It also reports the word by which Triton dispatches warps, written and read on both
+sides of a barrier of all threads; why is not known. Hazards there are counted (:data:`KNOWN`), any other one is printed
+whole and makes this fail. On an H200 compute-sanitizer 2025.3.1 reported 24 and 12 of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ KERNELS = Path(hopper.__file__).parent / "kernels"
 
 KNOWN = {
     frozenset({("Write", "tickets.hand_out"), ("Read", "tickets.receive")}): "ring of tickets",
-    frozenset({("Write", "epilogue.finish_up"), ("Read", "epilogue.finish_up")}): "largest values between warpgroups",
     frozenset({("Write", "folded.folded_moe"), ("Read", "folded.folded_moe")}): "Triton's dispatch of warps",
 }
 """Pairs of accesses: what they do, and the function that they stand in."""

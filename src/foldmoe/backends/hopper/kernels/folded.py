@@ -50,8 +50,8 @@ from foldmoe.backends.hopper.kernels.epilogue import (
     prefetch,
     swiglu,
 )
-from foldmoe.backends.hopper.kernels.products import fp4_chain, fp4_product, fp8_product, late
-from foldmoe.backends.hopper.kernels.tickets import HEAD, TICKETS, after_prologue, locate, read_head, receive
+from foldmoe.backends.hopper.kernels.products import fp4_chain, fp4_product, fp8_product
+from foldmoe.backends.hopper.kernels.tickets import HEAD, TICKETS, after_prologue, late, locate, read_head, receive
 from foldmoe.backends.hopper.kernels.whole import whole_tile
 
 
@@ -91,7 +91,6 @@ def _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, NT: gl.constexp
 def _shared_tile(tile, steps, out, slot, phase, exchange, ring, kept, WG: gl.constexpr, C: gl.constexpr):
     """One tile of the shared expert, likewise; an up tile's units one after the other, the first one's part kept."""
     g: gl.constexpr = C.geometry
-    NT: gl.constexpr = C.shared_tokens
     WGS: gl.constexpr = C.warpgroups
     UNITS: gl.constexpr = C.units
     up, _expert, block, row, rows, counter = tile
@@ -106,9 +105,9 @@ def _shared_tile(tile, steps, out, slot, phase, exchange, ring, kept, WG: gl.con
             if UNITS == 1:
                 turn = finish_up((hidden,), out, at, (turn, amax, amax_full), True, WG, C)
             elif unit == 0:
-                kept.index(WG).slice(0, NT, 1).store(hidden)
+                kept.index(WG).store(hidden)
             else:
-                parts = (kept.index(WG).slice(0, NT, 1).load(hidden.type.layout), hidden)
+                parts = (kept.index(WG).load(hidden.type.layout), hidden)
                 turn = finish_up(parts, out, at, (turn, amax, amax_full), True, WG, C)
         else:
             finish_down(acc, out, first, rows, (column * WGS + WG) * 64, C)
@@ -194,6 +193,14 @@ def _consumer(
         else:
             slot, phase, turn = _routed(tile, shared, rest, (turn, amax4, amax_full), WG, C)
         ticket, tslot, tphase = receive(tickets, tslot, tphase, 4)
+
+
+@gluon.constexpr_function
+def _by_thread(tokens):
+    """32 features of a product, 16 bytes a thread: each reads what it wrote, at one address and no bank conflicts."""
+    piece = [[0, 1], [0, 8]] if tokens > 8 else [[0, 1]]
+    pieces = [[0, 1 << i] for i in range(4, tokens.bit_length() - 1)]
+    return gl.SharedLinearLayout([*piece, [0, 2], [0, 4], [1, 0], *pieces, [2, 0], [4, 0], [8, 0], [16, 0]])
 
 
 @gluon.jit(do_not_specialize=["run", "capacity", "row_capacity", "k_up", "k_down4", "k_down8"])
@@ -282,8 +289,7 @@ def folded_moe(
     copies = (codes1, exps1, codes2, exps2, shared1, shared2, scales1, scales2)
     inputs = (x4, xs4, h4, hs4, x8, xs8, h8, hs8)
     if WGS == 2:
-        halves: gl.constexpr = gl.SwizzledSharedLayout(8, 1, NX // 16, [1, 0])
-        kept = values if C.geometry.whole else gl.allocate_shared_memory(gl.float32, [2, 32, NX], halves)
+        kept = values if C.geometry.whole else gl.allocate_shared_memory(gl.float32, [2, 32, NTS], _by_thread(NTS))
         gl.warp_specialize(
             [
                 (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),

@@ -24,14 +24,6 @@ mov.b32 $1, u;
 
 
 @gluon.jit
-def late(value):
-    """The same number, but unknown to the compiler before this point: addresses made from it are not held over a K
-    loop, which has no registers for them.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _upcast(codes, offsets, dot_layout: gl.constexpr):
     """A warpgroup's 64 x 128 E2M1 codes to the A operand in E4M3: exact, relative to the row's reference exponent."""
     QL: gl.constexpr = gl.DistributedLinearLayout(

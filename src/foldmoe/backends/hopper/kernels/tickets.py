@@ -22,6 +22,14 @@ def after_prologue(run):
 
 
 @gluon.jit
+def late(value):
+    """The same number, but unknown to the compiler before this point: what is made of it (addresses) is not held over a
+    K loop, which has no registers for them.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def advance(slot, phase, depth: gl.constexpr):
     slot += 1
     wrap = slot == depth
@@ -46,6 +54,7 @@ def locate(ticket, head, control, capacity, C: gl.constexpr):
     A row block is 256 rows; a shared down tile's is 64 x WGS beside MXFP4.
     """
     routed_tiles, shared_tiles, shared_begin, shared_end = head
+    capacity = late(capacity)  # its multiples are not made and held for all roles together
     UP: gl.constexpr = C.geometry.up4
     DOWN: gl.constexpr = C.geometry.down4
     a = shared_tiles * C.geometry.up8

@@ -16,8 +16,8 @@ from foldmoe.backends.hopper.kernels.epilogue import (
     store_hidden,
     swiglu,
 )
-from foldmoe.backends.hopper.kernels.products import accumulator, group_scales, late
-from foldmoe.backends.hopper.kernels.tickets import advance, finish_reads
+from foldmoe.backends.hopper.kernels.products import accumulator, group_scales
+from foldmoe.backends.hopper.kernels.tickets import advance, finish_reads, late
 
 
 @gluon.jit
