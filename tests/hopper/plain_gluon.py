@@ -4,7 +4,8 @@
 
 Functions keep their code and get other globals: ``gl``, ``mbarrier``, TMA and ``wgmma`` of this file. So a test sees
 wrong units, scales, coordinates, byte counts and barrier phases, a deadlock (an error after ten seconds), a slot that
-is freed before its product is done; not layouts, registers or memory ordering. Products are exact sums.
+is freed before its product is done, two accesses in no order (``ordering.py``); not layouts or registers. Products are
+exact sums.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from triton.experimental.gluon import language
 from triton.runtime.jit import JITFunction
 
 from foldmoe.backends.hopper.kernels import copies, epilogue, folded, products, tickets, whole
-from tests.hopper import emulate
+from tests.hopper import emulate, ordering
 
 _change = threading.Condition()
 _barriers: dict[int, Barrier] = {}
@@ -46,38 +47,42 @@ def _raw(value):
 
 
 class Tensor:
-    """A register tensor."""
+    """A register tensor; ``loads``: those from shared memory that its value is made of."""
 
-    def __init__(self, data):
-        self.data = data
+    def __init__(self, data, loads=frozenset()):
+        self.data, self.loads = data, loads
         self.shape = list(data.shape)
         self.type = SimpleNamespace(layout=None)
 
     def to(self, dtype, bitcast=False):
         if not bitcast:
-            return Tensor(self.data.to(dtype))
+            return Tensor(self.data.to(dtype), self.loads)
         whole = {torch.int32: self.data.dtype, torch.float32: torch.int32, torch.float8_e4m3fn: torch.uint8}[dtype]
-        return Tensor(self.data.to(whole).view(dtype))
+        return Tensor(self.data.to(whole).view(dtype), self.loads)
 
     def expand_dims(self, axis):
-        return Tensor(self.data.unsqueeze(axis))
+        return Tensor(self.data.unsqueeze(axis), self.loads)
 
     def reshape(self, shape):
-        return Tensor(self.data.reshape(shape))
+        return Tensor(self.data.reshape(shape), self.loads)
 
     def permute(self, order):
-        return Tensor(self.data.permute(order))
+        return Tensor(self.data.permute(order), self.loads)
 
     def broadcast_to(self, shape):
-        return Tensor(self.data.broadcast_to(shape))
+        return Tensor(self.data.broadcast_to(shape), self.loads)
 
     def split(self):
-        return Tensor(self.data[..., 0]), Tensor(self.data[..., 1])
+        return Tensor(self.data[..., 0], self.loads), Tensor(self.data[..., 1], self.loads)
+
+
+def _loads(*values):
+    return frozenset().union(*(v.loads for v in values if isinstance(v, Tensor)))
 
 
 def _operator(name):
     def apply(self, other):
-        return Tensor(getattr(torch.Tensor, name)(self.data, _raw(other)))
+        return Tensor(getattr(torch.Tensor, name)(self.data, _raw(other)), _loads(self, other))
 
     return apply
 
@@ -114,9 +119,10 @@ class Memory:
         return Memory(self.data.permute(order))
 
     def load(self, _layout):
-        return Tensor(self.data.clone())
+        return Tensor(self.data.clone(), ordering.load_shared(self.data))
 
     def store(self, value):
+        ordering.store_shared(self.data)
         self.data.copy_(_raw(value))
 
     def _reinterpret(self, dtype, shape, _layout):
@@ -131,6 +137,7 @@ class Barrier:
     def __init__(self, count):
         self.count = self.pending = count
         self.bytes = self.phase = 0
+        self.order = ordering.Phases()
 
     def update(self, arrivals, announced):
         self.pending -= arrivals
@@ -139,6 +146,7 @@ class Barrier:
         if self.pending == 0 and self.bytes == 0:
             self.pending = self.count
             self.phase ^= 1
+            self.order.complete()
 
 
 def _barrier(memory):
@@ -155,12 +163,16 @@ def _until(true):
 
 def _update(memory, arrivals, announced):
     with _change:
-        _barrier(memory).update(arrivals, announced)
+        barrier = _barrier(memory)
+        if arrivals:
+            barrier.order.arrive()
+        barrier.update(arrivals, announced)
         _change.notify_all()
 
 
 def _wait(memory, phase):
     _until(lambda: _barrier(memory).phase != phase)
+    _barrier(memory).order.wait()
 
 
 mbarrier = SimpleNamespace(
@@ -179,6 +191,7 @@ def tma_load(descriptor, at, barrier, destination):
     assert at[1] * item % 16 == 0, "TMA reads from multiples of 16 bytes"
     whole = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
     part = whole[at[0] : at[0] + box[0], at[1] : at[1] + box[1]]
+    part = ordering.copy(part, destination.data, _barrier(barrier).order)
     destination.data.view(torch.uint8).zero_()
     destination.data[: part.shape[0], : part.shape[1]] = part
     _update(barrier, 0, -destination.data.numel() * item)
@@ -187,6 +200,7 @@ def tma_load(descriptor, at, barrier, destination):
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
     """The operands, read when the product is waited for: until then their slot must not be written again."""
     assert is_async
+    ordering.begin_product([m.data for m in (a, b) if isinstance(m, Memory)], _loads(a))
     return SimpleNamespace(a=a, b=b, acc=acc if use_acc else None)
 
 
@@ -197,7 +211,8 @@ def _product(p):
     return Tensor((before + p.a.data.double() @ p.b.data.double()).float())
 
 
-def warpgroup_mma_wait(_left, deps):
+def warpgroup_mma_wait(left, deps):
+    ordering.end_products(left)
     done = [_product(p) for p in deps]
     return done[0] if len(done) == 1 else tuple(done)
 
@@ -205,19 +220,22 @@ def warpgroup_mma_wait(_left, deps):
 def _asm(text, _constraints, arguments, dtype, is_pure, pack):
     if "ex2.approx" in text:
         x = arguments[0].data
-        return Tensor(x * torch.sigmoid(x))
+        return Tensor(x * torch.sigmoid(x), _loads(*arguments))
     if "prmt.b32" in text:
         q, low, high = arguments
         word = sum(q.data[..., i].long() << (8 * i) for i in range(4))
         low, high = (half.data[..., 0].long().expand(word.shape) for half in (low, high))
         eight = emulate.select(word, low, high).to(torch.uint8)
-        return Tensor(eight[..., :4]), Tensor(eight[..., 4:])
+        return Tensor(eight[..., :4], _loads(*arguments)), Tensor(eight[..., 4:], _loads(*arguments))
     if "prefetch" in text:
         return None
     if "ld.acquire" in text:
         counter, wanted = arguments[:2]
         _until(lambda: int(counter.memory[counter.offset]) >= wanted)
+        ordering.counted(counter.memory, counter.offset)
         return Number(0)
+    if "fence.proxy.async.global" in text:
+        ordering.fence_stores()
     assert "mov.b32 $0, $1" in text, text
     return arguments[0] if isinstance(arguments[0], Tensor) else Number(arguments[0])
 
@@ -235,12 +253,15 @@ def _load(pointer, mask=None, other=0):
 def _store(pointer, value, mask=None):
     offset, data = torch.broadcast_tensors(pointer.offset, _raw(value).to(pointer.memory.dtype))
     keep = torch.ones_like(offset, dtype=torch.bool) if mask is None else mask.data.expand(offset.shape)
+    ordering.store_global(pointer.memory, offset[keep])
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[data.element_size()]  # no NaN is changed on the way
     pointer.memory.view(bits)[offset[keep]] = data[keep].view(bits)
 
 
 def _atomic_add(pointer, value, sem, scope):
     with _change:
+        if sem == "release":
+            ordering.count_up(pointer.memory, pointer.offset)
         before = int(pointer.memory[pointer.offset])
         pointer.memory[pointer.offset] += value
         _change.notify_all()
@@ -250,24 +271,25 @@ def _atomic_add(pointer, value, sem, scope):
 def _where(condition, a, b):
     if isinstance(condition, (bool, int)):
         return a if condition else b
-    return Tensor(torch.where(condition.data, _raw(a), _raw(b)))
+    return Tensor(torch.where(condition.data, _raw(a), _raw(b)), _loads(condition, a, b))
 
 
 def _max(x, axis):
     top = x.data.amax(axis)
-    return Tensor(top) if top.ndim else Number(top)
+    return Tensor(top, x.loads) if top.ndim else Number(top)
 
 
 def _extreme(function, scalar):
     def apply(a, b):
         if isinstance(a, Tensor):
-            return Tensor(function(a.data, torch.as_tensor(_raw(b), dtype=a.data.dtype)))
+            return Tensor(function(a.data, torch.as_tensor(_raw(b), dtype=a.data.dtype)), _loads(a, b))
         return scalar(a, b)
 
     return apply
 
 
-def _guarded(function, arguments):
+def _guarded(parent, function, arguments):
+    ordering.begin(parent)
     try:
         function(*arguments)
     except SystemExit:
@@ -279,14 +301,14 @@ def _guarded(function, arguments):
 
 
 def _together(calls):
-    threads = [threading.Thread(target=_guarded, args=call, daemon=True) for call in calls]
+    threads = [threading.Thread(target=_guarded, args=(ordering.here(), *call), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-class _Language:
+class Language:
     """``gl``: what the kernels use of it; layouts are nothing."""
 
     float = float
@@ -299,48 +321,51 @@ class _Language:
     minimum = staticmethod(_extreme(torch.minimum, min))
     inline_asm_elementwise = staticmethod(_asm)
     static_range = range
-    abs = staticmethod(lambda x: Tensor(x.data.abs()))
+    abs = staticmethod(lambda x: Tensor(x.data.abs(), x.loads))
     arange = staticmethod(lambda start, end, layout=None: Tensor(torch.arange(start, end)))
     zeros = staticmethod(lambda shape, dtype, layout: Tensor(torch.zeros(shape, dtype=dtype)))
     full = staticmethod(lambda shape, value, dtype, layout: Tensor(torch.full(shape, int(value), dtype=dtype)))
-    join = staticmethod(lambda a, b: Tensor(torch.stack((a.data, b.data), -1)))
+    join = staticmethod(lambda a, b: Tensor(torch.stack((a.data, b.data), -1), _loads(a, b)))
     convert_layout = staticmethod(lambda value, layout, assert_trivial=False: value)
     warp_specialize = staticmethod(lambda roles, warps, registers: _together(roles))
 
     @staticmethod
     def allocate_shared_memory(dtype, shape, _layout):
         memory = torch.full((prod(shape) * dtype.itemsize,), 255, dtype=torch.uint8)
+        ordering.allocated(memory)
         return Memory(memory.view(dtype).view(shape))
 
     def __getattr__(self, name):
         return DTYPES.get(name) or (lambda *_, **__: None)
 
 
-def _namespace():
-    """Globals of all kernel modules together, device functions as plain ones."""
+def namespace(others=()):
+    """Globals of all kernel modules together, device functions as plain ones; ``others`` in place of some."""
     names = {}
     for module in (tickets, copies, products, epilogue, whole, folded):
         names.update(vars(module))
-    names.update(gl=_Language(), mbarrier=mbarrier, tma_load=tma_load, barrier=lambda: None)
-    names["fence_async_shared"] = lambda: None
+    names.update(gl=Language(), mbarrier=mbarrier, tma_load=tma_load, barrier=lambda: None)
+    names["fence_async_shared"] = ordering.end_all_loads
     names.update(warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait)
     for name, value in names.items():
         if isinstance(value, JITFunction):
             names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
         elif isinstance(value, language.constexpr):
             names[name] = value.value
-    return names
+    return names.update(others) or names
 
 
-def run(arguments, *, ctas=2):
-    """``folded_moe(*arguments)`` on ``ctas`` CTAs.
+def run(arguments, *, ctas=2, others=()):
+    """``folded_moe(*arguments)`` on ``ctas`` CTAs, with ``others`` (by name) in place of some of its functions.
 
     Raises:
-        TimeoutError: a role that waited ten seconds. AssertionError: a breach of TMA's or a barrier's rules.
+        TimeoutError: a role that waited ten seconds. AssertionError: a breach of TMA's or a barrier's rules, or
+            accesses in no order.
     """
     _barriers.clear()
     _errors.clear()
-    kernel = _namespace()["folded_moe"]
+    ordering.reset()
+    kernel = namespace(others)["folded_moe"]
     given = [Pointer(a.view(-1)) if isinstance(a, torch.Tensor) else a for a in arguments]
     _together([(kernel, given)] * ctas)
     if _errors:

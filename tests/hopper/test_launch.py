@@ -22,8 +22,8 @@ ALIKE = ("fp8-fp8", "fp8_e8m0-fp8_e8m0", "fp8_32-fp8_32", "bf16-bf16")
 """Pairs whose K loops are one where tiles and clamps are equal too."""
 
 
-def launch(layer, case, config, sections=(BOTH,)):
-    """Float32 output of prologue (the oracle's), launch and combine (the oracle's)."""
+def launch(layer, case, config, sections=(BOTH,), others=()):
+    """Float32 output: the oracle's prologue, the launch (``others`` as in ``plain_gluon``), the oracle's combine."""
     g, shared = layer.geometry, layer.shared_up is not None
     tokens = case.x.shape[0]
     b = workspace.allocate(tokens, TOP_K, layer.experts, shared, g.hidden, g.h_stride, "cpu", g.dtype)
@@ -42,7 +42,8 @@ def launch(layer, case, config, sections=(BOTH,)):
                 *(b.h, b.hs, b.d, b.control, torch.zeros(4, dtype=torch.int32)),
                 section,
                 *(b.capacity, b.row_capacity, g.k_up, g.k_down4, g.k_down8, config),
-            )
+            ),
+            others=others,
         )
     gates = case.topk_weights
     return oracle.combine(b.d, found.position, gates, None, 1.0, shared, *found.shared, tokens)
