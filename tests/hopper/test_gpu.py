@@ -8,14 +8,8 @@ processes at once and by one pytest worker for all.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,6 +48,7 @@ from tests.hopper.gpu_layers import (
     warm,
 )
 from tests.support.cases import BF16_TOLERANCE, Case, assert_close, assert_same_bits, random_case
+from tests.support.warming import once_a_session
 from tests.triton.support import LIMIT, call_of, expected, weights
 
 if TYPE_CHECKING:
@@ -71,18 +66,8 @@ pytestmark = [
 def _warm(request: pytest.FixtureRequest) -> None:
     if sum(item.name.startswith("test_pairwise") for item in request.session.items) < 20:
         return
-    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    done = Path(tempfile.gettempdir()) / f"foldmoe-hopper-{session}"
-    with done.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the other pytest workers wait here
-        if done.exists():
-            return
-        names = " ".join(item.name for item in request.session.items)
-        todo = [job for job in jobs() if f"[{job[0]}-" in names or f"[{job[0]}]" in names]
-        workers = min(len(todo), max(1, (os.cpu_count() or 2) - 2))
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            list(pool.map(warm, todo))
-        done.touch()
+    names = " ".join(item.name for item in request.session.items)
+    once_a_session("hopper", warm, [job for job in jobs() if f"[{job[0]}-" in names or f"[{job[0]}]" in names])
 
 
 @pytest.mark.parametrize(("shape", "tokens", "routing"), list(pairwise()), ids=str)

@@ -6,11 +6,8 @@ compiled by several processes at once before the first test.
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
-from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +20,7 @@ from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.moe import ExpertWeights
 from foldmoe.runtime import workspace
 from tests.support.cases import CASE_NAMES, Case, assert_close, get_case, random_case
+from tests.support.warming import once_a_session
 from tests.triton.support import PAIRS, TOLERANCE, call_of, expected, pack, weights
 
 if TYPE_CHECKING:
@@ -77,10 +75,7 @@ def _warm(request: pytest.FixtureRequest) -> None:
     jobs: dict[tuple[str, str, tuple[int, int]], set[int]] = {}
     for pair, activations, widths, tokens, _ in pairwise():
         jobs.setdefault((pair, activations, widths), set()).add(tokens)
-    todo = [(*key, tuple(sorted(batches - {0}))) for key, batches in jobs.items()]
-    workers = min(len(todo), max(1, (os.cpu_count() or 2) - 2))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(warm, todo))
+    once_a_session("triton", warm, [(*key, tuple(sorted(batches - {0}))) for key, batches in jobs.items()])
 
 
 def poison() -> None:
