@@ -179,15 +179,15 @@ class FoldedMoE(torch.nn.Module):
         weights = topk_weights.to(torch.float32)
         call = Call(
             x.contiguous(),
-            self._local_ids(topk_ids),
+            topk_ids,
             weights,
             None if shared_weights is None else shared_weights.to(torch.float32).contiguous(),
             routed_scale,
             num_valid_tokens,
             shared_rows,
         )
-        if self.plan.strategy == "slot":
-            call = self._with_slot(call)
+        slot = self.plan.strategy == "slot"
+        call = self.packed.rank_routes(call, self.experts, self.plan.spec.routed.count, slot=slot)
         return run_planned(self.packed, self.plan, call, x.shape[0])
 
     def _check_call(
@@ -223,28 +223,6 @@ class FoldedMoE(torch.nn.Module):
             low, high = (int(v) for v in used.aminmax())
             if low < -1 or high >= spec.routed.count:
                 raise ValueError(f"{name}: ids must lie in -1 .. {spec.routed.count - 1}, found {low} .. {high}")
-
-    def _local_ids(self, ids: Tensor) -> Tensor:
-        """Ids over all ranks to ids of this rank's experts; other ranks' become -1."""
-        if len(self.experts) == self.plan.spec.routed.count:
-            return ids
-        local = ids - self.experts.start
-        return torch.where((local >= 0) & (local < len(self.experts)), local, -1)
-
-    def _with_slot(self, call: Call) -> Call:
-        """The shared expert as one more route, weight 1 (or s) and never scaled by ``routed_scale``."""
-        tokens = call.x.shape[0]
-        row = torch.arange(tokens, device=call.x.device)
-        gets = torch.ones(tokens, dtype=torch.bool, device=call.x.device)
-        if call.shared_rows is not None:
-            gets = (row >= call.shared_rows[0]) & (row < call.shared_rows[1])
-        slot = torch.where(gets, len(self.experts), -1).to(call.topk_ids.dtype)
-        ones = call.topk_weights.new_ones(tokens) if call.shared_weights is None else call.shared_weights
-        ids = torch.cat((call.topk_ids, slot[:, None]), dim=1)
-        weights = torch.cat((call.topk_weights * call.routed_scale, ones[:, None]), dim=1)
-        return replace(
-            call, topk_ids=ids, topk_weights=weights, shared_weights=None, routed_scale=1.0, shared_rows=None
-        )
 
     def stats(self) -> dict[str, Any]:
         """What runs: strategy, backend, the token counts that fold, and the backend's own counters."""

@@ -31,7 +31,8 @@ def test_case_1_the_shared_expert_contributes_exactly_once(fold: Fold, scale_in_
 
 
 def test_case_1_the_appended_slot_weighs_one_whatever_the_routed_weights_are() -> None:
-    _, weights = append_shared_slot(torch.tensor([[0, 2]]), torch.tensor([[1.5, 1.0]]), experts_per_rank=4, rank=0)
+    ids, routed = torch.tensor([[0, 2]]), torch.tensor([[1.5, 1.0]])
+    _, weights = append_shared_slot(ids, routed, experts_per_rank=4, rank=0, top_k=2)
     assert weights.tolist() == [[1.5, 1.0, 1.0]]
 
 
@@ -136,7 +137,7 @@ def test_case_12_statistics_count_logical_routed_ids_only() -> None:
     assert load.shape == (4,)
     assert int(load.sum()) == 10 * 2
     physical = to_physical(logical, torch.tensor([[0, 4], [1, 5], [2, -1], [3, -1]]))
-    slots, _ = append_shared_slot(physical, torch.ones(10, 2), experts_per_rank=3, rank=1, ranks=2)
+    slots, _ = append_shared_slot(physical, torch.ones(10, 2), experts_per_rank=3, rank=1, top_k=2, ranks=2)
     assert slots.shape == (10, 3)
     assert torch.equal(expert_load(logical, 4), load), "mapping to slots leaves the logical ids alone"
 

@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_exist_has_no_shared_slot(rank: int) -> None:
 def test_append_needs_only_the_local_expert_count_and_the_rank(dtype: torch.dtype) -> None:
     ids = torch.tensor([[0, 3], [-1, 2], [-1, -1]], dtype=dtype)
     weights = torch.tensor([[0.25, 0.75], [0.0, 1.0], [0.0, 0.0]])
-    slot_ids, slot_weights = append_shared_slot(ids, weights, experts_per_rank=2, rank=1)
+    slot_ids, slot_weights = append_shared_slot(ids, weights, experts_per_rank=2, rank=1, top_k=2)
     assert slot_ids.tolist() == [[0, 4, 5], [-1, 3, 5], [-1, -1, 5]]
     assert slot_ids.dtype == dtype
     assert slot_weights.tolist() == [[0.25, 0.75, 1.0], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]]
@@ -88,44 +88,49 @@ def test_append_needs_only_the_local_expert_count_and_the_rank(dtype: torch.dtyp
 
 def test_appending_leaves_the_arguments_alone() -> None:
     ids, weights = torch.tensor([[0, 3]]), torch.tensor([[0.5, 0.5]])
-    append_shared_slot(ids, weights, experts_per_rank=2, rank=0)
+    append_shared_slot(ids, weights, experts_per_rank=2, rank=0, top_k=2)
     assert (ids.tolist(), weights.tolist()) == ([[0, 3]], [[0.5, 0.5]])
 
 
 def test_shared_weights_go_into_the_last_column() -> None:
     ids, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
     gate = torch.tensor([[0.25, 9.0], [0.5, 9.0]])[:, 0]  # not contiguous
-    _, found = append_shared_slot(ids, weights, experts_per_rank=2, rank=0, shared_weights=gate)
+    _, found = append_shared_slot(ids, weights, experts_per_rank=2, rank=0, top_k=1, shared_weights=gate)
     assert found.tolist() == [[1.0, 0.25], [1.0, 0.5]]
     with pytest.raises(ValueError, match=r"shared_weights must be \[2\], found \[3\]"):
-        append_shared_slot(ids, weights, experts_per_rank=2, rank=0, shared_weights=torch.ones(3))
+        append_shared_slot(ids, weights, experts_per_rank=2, rank=0, top_k=1, shared_weights=torch.ones(3))
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
 @pytest.mark.parametrize("shape", [(0, 2), (3, 0)])
 def test_no_tokens_and_no_routes(shape: tuple[int, int], ranks: int | None) -> None:
     ids, weights = append_shared_slot(
-        torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), experts_per_rank=2, rank=1, ranks=ranks
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape),
+        experts_per_rank=2,
+        rank=1,
+        top_k=shape[1],
+        ranks=ranks,
     )
     assert ids.shape == weights.shape == (shape[0], shape[1] + 1)
     assert (ids == 5).all()
 
 
 def test_uneven_ranks_are_given_as_one_count_each() -> None:
-    ids, _ = append_shared_slot(torch.arange(7)[None], torch.ones(1, 7), experts_per_rank=(3, 2, 2), rank=2)
+    ids, _ = append_shared_slot(torch.arange(7)[None], torch.ones(1, 7), experts_per_rank=(3, 2, 2), rank=2, top_k=7)
     assert ids.tolist() == [[0, 1, 2, 4, 5, 7, 8, 9]]
 
 
 def test_a_list_that_carries_a_slot_already_is_refused_by_its_width() -> None:
-    once = append_shared_slot(torch.tensor([[0, 1]]), torch.ones(1, 2), experts_per_rank=2, rank=0)
+    once = append_shared_slot(torch.tensor([[0, 1]]), torch.ones(1, 2), experts_per_rank=2, rank=0, top_k=2)
     with pytest.raises(ValueError, match=r"3 wide but the router chooses 2.*never comes from the router"):
         append_shared_slot(*once, experts_per_rank=2, rank=0, top_k=2)
 
 
 def test_a_list_that_carries_a_slot_already_is_refused_by_its_ids() -> None:
-    once = append_shared_slot(torch.tensor([[2, 3]]), torch.ones(1, 2), experts_per_rank=2, rank=1, ranks=2)
+    once = append_shared_slot(torch.tensor([[2, 3]]), torch.ones(1, 2), experts_per_rank=2, rank=1, top_k=2, ranks=2)
     with pytest.raises(ValueError, match=r"must lie in -1 \.\. 3, found 3 \.\. 5"):
-        append_shared_slot(*once, experts_per_rank=2, rank=1, ranks=2)
+        append_shared_slot(*once, experts_per_rank=2, rank=1, top_k=3, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_a_list_that_carries_a_slot_already_is_refused_by_its_ids() -> None:
 )
 def test_ids_and_weights_must_have_one_shape(ids: Tensor, weights: Tensor) -> None:
     with pytest.raises(ValueError, match=r"must both be \[M, K\]"):
-        append_shared_slot(ids, weights, experts_per_rank=2, rank=0)
+        append_shared_slot(ids, weights, experts_per_rank=2, rank=0, top_k=2)
 
 
 def test_redundant_experts_are_mapped_before_the_slots() -> None:
@@ -143,7 +148,7 @@ def test_redundant_experts_are_mapped_before_the_slots() -> None:
     found = to_physical(logical, physical)
     assert found.tolist() == [[0, 3], [4, 5], [1, -1], [2, 4]]
     assert found.dtype == logical.dtype
-    slots, _ = append_shared_slot(found, torch.ones(4, 2), experts_per_rank=3, rank=0, ranks=2)
+    slots, _ = append_shared_slot(found, torch.ones(4, 2), experts_per_rank=3, rank=0, top_k=2, ranks=2)
     assert slots.tolist() == [[0, 4, 3], [5, 6, 3], [1, -1, 3], [2, 5, 3]]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from foldmoe.parallel import DistributedTransport, ExpertParallelMoE, agree, simulate
 from foldmoe.planner import FusionPolicy, plan_checkpoint
-from tests.parallel.support import TOP_K, deal, make_case, shard, virtual, weights_of
+from tests.parallel.support import TOP_K, deal, make_case, pick, shard, virtual, weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from foldmoe.parallel import Tokens
 
 
-def build(group: Any, fold: str, experts: int, **options: Any) -> ExpertParallelMoE:
+def build(
+    group: Any, fold: str, experts: int, placed: Sequence[int] | None = None, **options: Any
+) -> ExpertParallelMoE:
+    """This rank's layer; ``placed`` names the logical expert of each physical one."""
+    routed, shared = weights_of(experts)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     of_layer = {name: options.pop(name) for name in ("activations", "backend") if name in options}
     device = DistributedTransport(group).device
-    layer = shard(weights_of(experts), size, rank, fold, device=device, **of_layer)
+    layer = shard((pick(routed, placed) if placed else routed, shared), size, rank, fold, device=device, **of_layer)
     options.setdefault("max_tokens_per_rank", 16)
     return ExpertParallelMoE(layer, group, **options)
 
@@ -188,9 +192,26 @@ def one_rank_wrong(group: Any) -> None:
     call(moe, deal(make_case(3, 4, top_k=TOP_K + rank), [3])[0])
 
 
-def dies(group: Any) -> str:
-    """The last rank leaves without a word after one good round."""
-    moe = build(group, "native", 4, dtype=torch.float32)
+def one_rank_wrong_and_untold(group: Any, timeout: float) -> tuple[str, float]:
+    """The same where counts are stated, in a group of ranks 0 and 1 with a short timeout."""
+    del group
+    pair, rank = dist.new_group([0, 1], timeout=timedelta(seconds=timeout)), dist.get_rank()
+    if rank > 1:
+        return "", 0.0
+    moe = build(pair, "native", 4, dtype=torch.float32)
+    tokens = deal(make_case(3, 4, top_k=TOP_K + rank), [3])[0]
+    started = time.monotonic()
+    try:
+        moe(tokens.x, tokens.topk_ids, tokens.topk_weights, tokens_across_ranks=[3, 3])
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "no error", 0.0
+
+
+def dies(group: Any, timeout: float) -> str:
+    """The last rank of a group with a short timeout leaves without a word after one good round."""
+    own = dist.new_group(list(range(dist.get_world_size(group))), timeout=timedelta(seconds=timeout))
+    moe = build(own, "native", 4, dtype=torch.float32)
     tokens = deal(make_case(3, 4), [3])[0]
     call(moe, tokens)
     if dist.get_rank(group) == dist.get_world_size(group) - 1:

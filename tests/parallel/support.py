@@ -27,6 +27,11 @@ HIDDEN, WIDTH, SHARED_WIDTH, TOP_K = 160, 64, 64, 3
 """160 columns are a group of 128 and a short one."""
 
 
+PLACED = (0, 3, 1, 4, 2, 3, 0)
+"""Logical expert of each physical one, of 5 with 3 and 0 twice; PHYSICAL is its inverse."""
+PHYSICAL = torch.tensor([[0, 6], [2, -1], [4, -1], [1, 5], [3, -1]])
+
+
 class RowLayer(TorchLayer):
     """Every product has one row, so that a token's bits do not depend on how many came with it."""
 

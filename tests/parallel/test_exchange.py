@@ -11,7 +11,7 @@ import torch
 from foldmoe.formats import Format
 from foldmoe.parallel import ExpertParallelMoE, Tokens, simulate
 from foldmoe.reference import reference_moe
-from tests.parallel.support import HIDDEN, TOP_K, deal, make_case, pick, shard, virtual, weights_of
+from tests.parallel.support import HIDDEN, PHYSICAL, PLACED, TOP_K, deal, make_case, pick, shard, virtual, weights_of
 from tests.support.cases import BF16_TOLERANCE, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close, cases, random_case
 
 if TYPE_CHECKING:
@@ -75,11 +75,14 @@ def test_route_order_gives_the_same_bits_for_any_number_of_ranks(
     assert torch.equal(run(48, [0] * 38 + [1] * 10), alone)
 
 
-@pytest.mark.parametrize(("fold", "options"), list(zip(("native", "slot", "slot"), STRATEGIES, strict=True)))
-def test_48_ranks(fold: str, options: dict[str, Any]) -> None:
-    experts, counts = 100, [(3 * rank) % 5 for rank in range(48)]
+@pytest.mark.parametrize(
+    ("ranks", "fold", "options"),
+    [(16, "slot", STRATEGIES[1]), *((48, fold, options) for fold in FOLDS for options in STRATEGIES)],
+)
+def test_16_and_48_ranks(ranks: int, fold: str, options: dict[str, Any]) -> None:
+    experts, counts = 100, [(3 * rank) % 5 for rank in range(ranks)]
     weights, case = weights_of(experts), make_case(sum(counts), experts, top_k=6)
-    moe = virtual(weights, simulate(48), fold, dtype=torch.float32, activations="bf16", top_k=6, **options)
+    moe = virtual(weights, simulate(ranks), fold, dtype=torch.float32, activations="bf16", top_k=6, **options)
     y = torch.cat(moe.forward_ranks(deal(case, counts)))
     assert_close(y, reference_moe(*case.args, *weights), FLOAT32_TOLERANCE)
 
@@ -120,18 +123,31 @@ def test_all_tokens_to_one_rank(fold: str, expert: int, options: dict[str, Any])
 
 @pytest.mark.parametrize("options", STRATEGIES)
 @pytest.mark.parametrize("fold", ["native", "slot"])
-def test_redundant_experts(fold: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_redundant_experts(ranks: int, fold: str, options: dict[str, Any]) -> None:
     routed, shared = weights_of(5)
-    placed = [0, 3, 1, 4, 2, 3, 0]  # logical expert of each physical one: 3 and 0 twice
-    physical = torch.tensor([[0, 6], [2, -1], [4, -1], [1, 5], [3, -1]])
-    layers = [shard((pick(routed, placed), shared), 3, rank, fold, activations="bf16") for rank in range(3)]
-    moe = ExpertParallelMoE(layers, simulate(3), 16, dtype=torch.float32, physical=physical, count_load=True, **options)
-    case = make_case(TOKENS, 5)
-    y = torch.cat(moe.forward_ranks(deal(case, COUNTS[3])))
+    case, placed = make_case(TOKENS, 5), pick(routed, PLACED)
+    options = options | {"dtype": torch.float32, "activations": "bf16", "physical": PHYSICAL, "count_load": True}
+    moe = virtual((placed, shared), simulate(ranks), fold, **options)
+    y = torch.cat(moe.forward_ranks(deal(case, COUNTS[ranks])))
     assert_close(y, reference_moe(*case.args, routed, shared), FLOAT32_TOLERANCE)
     assert torch.equal(moe.load(), torch.bincount(case.topk_ids.flatten(), minlength=5))
+
+
+@pytest.mark.parametrize("fold", ["native", "slot"])
+def test_redundant_experts_give_the_bits_of_none_in_the_order_of_routes(fold: str) -> None:
+    routed, shared = weights_of(5)
+    case, placed = make_case(TOKENS, 5), pick(routed, PLACED)
+    options: dict[str, Any] = {"strategy": "all_to_all", "order": "route", "dtype": torch.float32, "backend": "rows"}
+    (alone,) = virtual((routed, shared), simulate(1), fold, **options).forward_ranks(deal(case, [TOKENS]))
+    for ranks, counts in COUNTS.items():
+        moe = virtual((placed, shared), simulate(ranks), fold, physical=PHYSICAL, **options)
+        assert torch.equal(torch.cat(moe.forward_ranks(deal(case, counts))), alone)
+
+
+def test_a_replica_on_no_rank_is_refused() -> None:
     with pytest.raises(ValueError, match=r"physical expert 6 is on no rank"):
-        ExpertParallelMoE([shard((routed, shared), 1, 0)], simulate(1), 16, dtype=torch.float32, physical=physical)
+        virtual(weights_of(5), simulate(1), dtype=torch.float32, physical=PHYSICAL)
 
 
 @pytest.mark.parametrize("options", STRATEGIES)

@@ -6,15 +6,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from foldmoe.moe.slots import SlotMap, append_shared_slot, check_replicas, local_ids, owners
-from foldmoe.parallel import remap
+from foldmoe.parallel import remap, simulate
 from foldmoe.parallel.remap import launch
+from foldmoe.runtime import kernels
+from tests.parallel.support import deal, make_case, virtual, weights_of
 
 pytest.importorskip("triton")
+
+from foldmoe.backends.triton.launch import launch_in_order
+from foldmoe.parallel.rows import Rows
 
 
 def test_the_kernel_equals_the_torch_expression() -> None:
@@ -64,8 +70,51 @@ def test_the_kernel_on_a_gpu(top_k: int, dtype: torch.dtype) -> None:
 def test_on_a_cpu_it_is_the_torch_expression() -> None:
     ids, weights = torch.tensor([[0, 3], [-1, 2]]), torch.rand(2, 2)
     found = remap(ids, weights, SlotMap((2, 2)), 1)
-    expected = append_shared_slot(ids, weights, experts_per_rank=2, rank=1)
+    expected = append_shared_slot(ids, weights, experts_per_rank=2, rank=1, top_k=2)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_compile_during_a_graph_capture_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of an exchange go the way of all others, so that a first call inside a capture says what to do."""
+    monkeypatch.setattr(kernels, "capturing", lambda device: True)
+    monkeypatch.setattr(kernels, "_started", {})
+    advice = "would be compiled during a CUDA graph capture; warm up first: call foldmoe.warmup"
+    with pytest.raises(RuntimeError, match=f"'remap_kernel' {advice}"):
+        launch(torch.zeros(2, 2).long(), torch.zeros(2, 2), SlotMap((2, 2)), 0)
+    moe = virtual(weights_of(4), simulate(1), dtype=torch.float32)
+    part = moe.route(0, deal(make_case(3, 4), [3])[0], 1.0)
+    with pytest.raises(RuntimeError, match=f"'pack_kernel' {advice}"):
+        Rows(moe.scheme, moe._strays).pack(part, 3)
+    assert not kernels._started
+
+
+class Recorder:
+    """Stands in for a kernel."""
+
+    params, arg_names = (), ["x", "rows", "y", "columns", "BLOCK"]
+    __name__ = "recorder"
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.grid = grid
+        return self
+
+    def __call__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+
+
+def test_arguments_in_order_reach_the_kernel_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_started", {})
+    kernel, x, y = Recorder(), torch.zeros(2), torch.ones(3)
+    launch_in_order(kernel, (7,), x, 16, y, 1, BLOCK=32, num_warps=8)
+    assert kernel.grid == (7,)
+    assert kernel.arguments.pop("x") is x
+    assert kernel.arguments.pop("y") is y
+    assert kernel.arguments == {"rows": 16, "columns": 1, "BLOCK": 32, "num_warps": 8}
+    assert len(kernels._started) == 1
+    launch_in_order(kernel, (7,), x, 32, y, 1, BLOCK=32, num_warps=8)
+    assert len(kernels._started) == 1, "another multiple of 16 is the same variant"
+    launch_in_order(kernel, (7,), x, 17, y, 1, BLOCK=32, num_warps=8)
+    assert len(kernels._started) == 2
 
 
 def test_the_launcher_refuses_what_does_not_fit() -> None:

@@ -26,17 +26,62 @@ def test_the_worst_routing_takes_the_stated_bytes(
 ) -> None:
     capacity, group = 5, simulate(ranks)
     moe = virtual(weights_of(4 * ranks), group, fold, max_tokens_per_rank=capacity, activations=activations, **options)
-    scheme, seen = moe.scheme, []
+    scheme, seen, results = moe.scheme, [], set()
     for victim in range(ranks):
         case = make_case(capacity * ranks, 4 * ranks, dtype=torch.bfloat16)
         case.topk_ids.copy_(4 * victim + torch.arange(TOP_K))
         parts = [moe.route(rank, tokens, 1.0) for rank, tokens in enumerate(deal(case, [capacity] * ranks))]
         call = moe.dispatch(parts, capacity)[victim].call
         seen.append((call.x.nbytes, call.topk_ids.numel() * 8))
+        results.add(moe.run_local(moe.local_layers[victim], call, capacity).to(scheme.result_dtype).nbytes)
     sizes = moe.buffer_bytes()
     assert {x for x, _ in seen} == {sizes["local x"]}
     assert {routes for _, routes in seen} == {sizes["local routes"]}
+    assert results == {sizes["local results"]}
     assert sizes["rows received"] == (ranks - (options["strategy"] == "all_to_all")) * capacity * scheme.wire.row_bytes
+
+
+@pytest.mark.parametrize("options", STRATEGIES)
+@pytest.mark.parametrize("fold", ["native", "slot"])
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_widest_routing_sends_and_gets_back_the_stated_bytes(
+    ranks: int, activations: str, fold: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every route of a token on another rank, on as many of them as there are."""
+    capacity, group = 5, simulate(ranks)
+    moe = virtual(weights_of(4 * ranks), group, fold, max_tokens_per_rank=capacity, activations=activations, **options)
+    case = make_case(capacity * ranks, 4 * ranks, dtype=torch.bfloat16)
+    home = torch.arange(ranks).repeat_interleave(capacity)[:, None]
+    away = home + 1 + torch.arange(TOP_K) % max(ranks - 1, 1)
+    case.topk_ids.copy_(4 * (away % ranks) + torch.arange(TOP_K))
+    parts = [moe.route(rank, tokens, 1.0) for rank, tokens in enumerate(deal(case, [capacity] * ranks))]
+    going, coming = watch(group, monkeypatch)
+    batches, sizes = moe.dispatch(parts, capacity), moe.buffer_bytes()
+    sent = going[-1]
+    if options["strategy"] == "all_to_all":  # a rank's own rows are packed too
+        sent = [nbytes + batch.out.packed.nbytes for nbytes, batch in zip(sent, batches, strict=True)]
+    local = zip(moe.local_layers, batches, strict=True)
+    moe.combine(batches, [moe.run_local(layer, batch.call, capacity) for layer, batch in local])
+    assert set(sent) == {sizes["rows sent"]}
+    assert set(coming[-1]) == {sizes["results received"]}
+
+
+def watch(group: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], list[list[int]]]:
+    """Bytes that each rank handed to each collective, and got."""
+    going: list[list[int]] = []
+    coming: list[list[int]] = []
+    for name in ("all_gather", "all_to_all"):
+        original = getattr(group, name)
+
+        def watched(rows: Any, *counts: Any, original: Any = original) -> Any:
+            going.append([mine.nbytes for mine in rows])
+            found = original(rows, *counts)
+            coming.append([mine.nbytes for mine in found])
+            return found
+
+        monkeypatch.setattr(group, name, watched)
+    return going, coming
 
 
 @pytest.mark.parametrize("options", STRATEGIES[:2])

@@ -16,6 +16,7 @@ import foldmoe
 from foldmoe import FoldedMoE, FusionPolicy, LayerPlan
 from foldmoe.backends import Call, PackedLayer, get
 from foldmoe.cli.main import app
+from foldmoe.moe import Placement
 from foldmoe.planner.devices import Device, resolve
 from foldmoe.runtime import kernel_cache, kernels
 from foldmoe.runtime.kernels import Compiler, compiling
@@ -68,6 +69,16 @@ def test_sizes_meet_every_variant_of_all_batches_up_to_the_largest(backend: str)
 
     assert len(sizes(most)) < most / 2
     assert count(sizes(most)) == count(tuple(range(1, most + 1)))
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "native"), (2, "native"), (1, "slot"), (2, "slot")])
+def test_what_makes_routes_a_ranks_own_is_found_too(backend: str, ranks: int, strategy: str) -> None:
+    """One launch before the layer's, where there are other ranks or a slot."""
+    plan = replace(support.plan(backend), placement=Placement(ranks, 0), strategy=strategy)
+    calls = Calls((8,), ids=(torch.int32,))
+    found = walk([plan], calls, resolve("h200"), lambda name, before: False, lambda kernel: None)
+    assert found.count("rank_routes") == (0 if (ranks, strategy) == (1, "native") else 1)
 
 
 @pytest.mark.parametrize("most", [1, 2, 255, 256, 257, 300])

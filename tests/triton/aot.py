@@ -69,7 +69,7 @@ def record(layer: TritonLayer, call: Call, machine: Machine, *, folded: bool = T
     found: list[Launch] = []
 
     def recorder(kernel: Any, grid: Any, tensors: dict[str, Any], numbers: dict[str, Any], **constants: Any) -> None:
-        found.append(_launch(kernel, tensors, numbers, constants))
+        found.append(launch_of(kernel, tensors, numbers, constants))
 
     launch, config = steps.launch, layer.config
     steps.launch = recorder
@@ -81,7 +81,8 @@ def record(layer: TritonLayer, call: Call, machine: Machine, *, folded: bool = T
     return found
 
 
-def _launch(kernel: Any, tensors: dict[str, Any], numbers: dict[str, Any], constants: dict[str, Any]) -> Launch:
+def launch_of(kernel: Any, tensors: dict[str, Any], numbers: dict[str, Any], constants: dict[str, Any]) -> Launch:
+    """What ``launch`` was called with."""
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
     signature: dict[str, str] = {}
     divisible: list[str] = []

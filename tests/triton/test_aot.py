@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+from foldmoe.backends.triton import rank_routes
 from tests.triton import aot
 from tests.triton.aot_layers import BF16_LAYER, DECODE, MAIN_LAYER, PREFILL, call_of, layer_of
+from tests.triton.rank_cases import FIRST, HELD, calls
 from tests.triton.support import BF16, FP8, FP8_32, MXFP4, MXFP8
 
 if TYPE_CHECKING:
@@ -38,6 +40,22 @@ def check(layer: TritonLayer, tokens: int, target: str, folder: Path) -> None:
 @pytest.mark.parametrize(("target", "tokens"), [*((target, DECODE) for target in aot.TARGETS), ("sm_90", PREFILL)])
 def test_main_layer(target: str, tokens: int, tmp_path: Path) -> None:
     check(layer_of(*MAIN_LAYER), tokens, target, tmp_path)
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_routes_of_one_rank(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[aot.Launch] = []
+
+    def record(kernel: Any, _grid: Any, tensors: Any, numbers: Any, **constants: Any) -> None:
+        found.append(aot.launch_of(kernel, tensors, numbers, constants))
+
+    monkeypatch.setattr(rank_routes, "launch", record)
+    for call, slot in calls("cpu"):
+        rank_routes.rank_routes(call, FIRST, HELD, slot)
+    kinds = {one.key: one for one in found}
+    assert len(kinds) > 20
+    for one in list(kinds.values())[:: max(1, len(kinds) // 6)]:
+        aot.compile_for(one, target)
 
 
 OTHERS = {

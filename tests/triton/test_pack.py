@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from foldmoe.backends import Unsupported
 from foldmoe.backends.triton.backend import TritonBackend
 from foldmoe.backends.triton.limits import refusals
 from foldmoe.formats import Format
@@ -87,5 +88,5 @@ def test_plain_floats_other_than_bf16_are_refused_at_packing() -> None:
     pytest.importorskip("triton")
     routed, _ = weights("bf16-bf16", 2, 64, 64, 64)
     wide = replace(routed.down, values=routed.down.values.to(torch.float32))
-    with pytest.raises(ValueError, match=r"routed down: plain weights must be bfloat16, found torch\.float32"):
+    with pytest.raises(Unsupported, match=r"routed down: plain weights must be bfloat16, found torch\.float32"):
         pack(replace(routed, down=wide), None, "bf16")

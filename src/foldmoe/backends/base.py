@@ -100,6 +100,43 @@ class PackedLayer(ABC):
         shared.record_stream(main)
         return (routed.to(torch.float32) + shared).to(call.x.dtype)
 
+    def rank_routes(self, call: Call, experts: range, count: int, *, slot: bool) -> Call:
+        """A call over all ranks' experts as that of one rank.
+
+        Args:
+            call: ids ``[M, K]`` among ``count``.
+            experts: those that this layer holds.
+            slot: the shared expert is the layer's last expert: one more route, of weight 1 (or s), never scaled by
+                ``routed_scale``.
+
+        Returns:
+            The same call with ids ``[M, K + slot]`` among this layer's, -1 for all others.
+        """
+        if len(experts) == count and not slot:
+            return call
+        return self._rank_routes(call, experts.start, len(experts), slot)
+
+    def _rank_routes(self, call: Call, first: int, held: int, slot: bool) -> Call:
+        local = call.topk_ids - first
+        ids = torch.where((local >= 0) & (local < held), local, -1)
+        if not slot:
+            return replace(call, topk_ids=ids)
+        tokens, device = ids.shape[0], ids.device
+        row = torch.arange(tokens, device=device)
+        gets = torch.ones(tokens, dtype=torch.bool, device=device)
+        if call.shared_rows is not None:
+            gets = (row >= call.shared_rows[0]) & (row < call.shared_rows[1])
+        shared = torch.where(gets, held, -1).to(ids.dtype)
+        ones = call.topk_weights.new_ones(tokens) if call.shared_weights is None else call.shared_weights
+        return replace(
+            call,
+            topk_ids=torch.cat((ids, shared[:, None]), dim=1),
+            topk_weights=torch.cat((call.topk_weights * call.routed_scale, ones[:, None]), dim=1),
+            shared_weights=None,
+            routed_scale=1.0,
+            shared_rows=None,
+        )
+
     @abstractmethod
     def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
         """The stored weights, bit for bit."""

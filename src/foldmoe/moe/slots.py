@@ -124,9 +124,9 @@ def append_shared_slot(
     *,
     experts_per_rank: int | Sequence[int],
     rank: int,
+    top_k: int,
     ranks: int | None = None,
     shared_weights: Tensor | None = None,
-    top_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Remap routed ids to slots and give every token a route to its own rank's shared slot.
 
@@ -135,20 +135,20 @@ def append_shared_slot(
         topk_weights: ``[M, K]`` float32, ``routed_scaling_factor`` already in them.
         experts_per_rank: L, the same on every rank, or one count a rank.
         rank: this rank.
+        top_k: the layer's K; a list of another width (one that already carries a slot, say) is refused.
         ranks: needed to check ids when ``experts_per_rank`` is one number.
         shared_weights: ``[M]`` weights of the shared expert; 1 where None.
-        top_k: the layer's K; a wider list (one that already carries a slot, say) is refused.
 
     Returns:
         ``(ids [M, K+1], weights [M, K+1])``, the shared route last.
 
     Raises:
-        ValueError: wrong shapes, ids out of range, or a list that is wider than ``top_k``.
+        ValueError: wrong shapes, ids out of range, or a list that is not ``top_k`` wide.
         TypeError: ids that are no integers.
     """
     if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape:
         raise ValueError(f"ids {list(topk_ids.shape)} and weights {list(topk_weights.shape)} must both be [M, K]")
-    if top_k is not None and topk_ids.shape[1] != top_k:
+    if topk_ids.shape[1] != top_k:
         raise ValueError(
             f"the route list is {topk_ids.shape[1]} wide but the router chooses {top_k}: "
             "a shared slot is appended here and never comes from the router"

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from foldmoe.backends.triton.launch import launch_in_order
 from foldmoe.moe.slots import ends
 from foldmoe.parallel import one_sided_kernels as kernels
 from foldmoe.parallel.mailbox import HEADER
@@ -101,7 +102,8 @@ class OneSided:
     def _send(self, part: Routed, rows: int) -> None:
         scheme, box = self.scheme, self.mailboxes[part.rank]
         x, ids, weights = tokens_of(part)
-        kernels.send_kernel[(rows,)](
+        launch_in_order(
+            kernels.send_kernel, (rows,),
             x, ids, weights, box.peers, ends(scheme.experts_per_rank, box.peers.device), box.state, self._rows.strays,
             x.stride(0), ids.stride(0), weights.stride(0), part.count, rows, part.rank, scheme.hidden,
             sum(scheme.experts_per_rank), box.half, scheme.wire.row_bytes, **self._layout, **self._tile, **self._warps,
@@ -112,7 +114,8 @@ class OneSided:
         scheme, box = self.scheme, self.mailboxes[part.rank]
         places, held = scheme.ranks * rows, scheme.experts_per_rank
         x, ids, weights, gates = self._rows.landing(part, places)
-        kernels.receive_kernel[(places,)](
+        launch_in_order(
+            kernels.receive_kernel, (places,),
             x, ids, weights, *self._rows.gating(part, weights, gates), box.peers, box.state, box.alarm, part.count,
             rows, part.rank, scheme.hidden, sum(held[: part.rank]), held[part.rank], box.half, scheme.wire.row_bytes,
             box.limit, **self._layout, **self._tile, **self._rows.placing(part), CLOCK=box.clock, **self._warps,
@@ -122,7 +125,8 @@ class OneSided:
 
     def _return(self, batch: OneSidedBatch, result: Tensor) -> None:
         scheme, box, ids = self.scheme, self.mailboxes[batch.part.rank], batch.call.topk_ids
-        kernels.return_kernel[((scheme.ranks - 1) * batch.rows,)](
+        launch_in_order(
+            kernels.return_kernel, ((scheme.ranks - 1) * batch.rows,),
             result.contiguous(), ids, box.peers, box.state, batch.rows, box.rank, scheme.hidden, ids.stride(0),
             box.half, **self._layout, COLUMNS=self._columns, PDL=box.dependent, **self._warps,
         )  # fmt: skip
@@ -131,7 +135,8 @@ class OneSided:
         scheme, part, box = self.scheme, batch.part, self.mailboxes[batch.part.rank]
         y = torch.empty(part.count, scheme.hidden, dtype=scheme.dtype, device=result.device)
         ids = part.ids if part.ids.stride(-1) == 1 else part.ids.contiguous()
-        kernels.sum_kernel[(batch.rows,)](
+        launch_in_order(
+            kernels.sum_kernel, (batch.rows,),
             y, result.contiguous(), ids, box.peers, ends(scheme.experts_per_rank, y.device), box.state, box.alarm,
             ids.stride(0), part.count, batch.rows, box.rank, scheme.hidden, box.half, box.limit, **self._layout,
             COLUMNS=self._columns, CLOCK=box.clock, PDL=box.dependent, launch_pdl=box.dependent, **self._warps,

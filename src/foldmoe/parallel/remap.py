@@ -32,21 +32,22 @@ def remap(
         slots: experts and slots of all ranks.
         rank: whose tokens these are.
         shared_weights: ``[M]``; 1 where None.
-        top_k: the layer's K; a wider list is refused.
+        top_k: the layer's K; a list of another width is refused. None: the list's own.
         strays: one int64 element that counts ids out of range, on a GPU.
 
     Returns:
         ``(ids [M, K+1], weights [M, K+1])`` in the dtypes of ``ids`` and float32.
 
     Raises:
-        ValueError: shapes, a list wider than ``top_k``; on a CPU, ids out of range.
+        ValueError: shapes, a list that is not ``top_k`` wide; on a CPU, ids out of range.
         TypeError: ids that are no integers.
     """
     if ids.is_cuda and find_spec("triton") is not None:
         return launch(ids, weights, slots, rank, shared_weights=shared_weights, top_k=top_k, strays=strays)
     return append_shared_slot(
-        ids, weights, experts_per_rank=slots.experts_per_rank, rank=rank, shared_weights=shared_weights, top_k=top_k
-    )
+        ids, weights, experts_per_rank=slots.experts_per_rank, rank=rank, shared_weights=shared_weights,
+        top_k=ids.shape[-1] if top_k is None else top_k,
+    )  # fmt: skip
 
 
 def launch(
@@ -60,6 +61,7 @@ def launch(
     strays: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`remap` as the Triton kernel, whatever the device (the interpreter runs it on a CPU)."""
+    from foldmoe.backends.triton.launch import launch_in_order
     from foldmoe.parallel.remap_kernel import BLOCK, remap_kernel
 
     tokens, width = ids.shape
@@ -80,7 +82,8 @@ def launch(
     plain = weights.to(torch.float32).contiguous()
     gate = plain if shared_weights is None else shared_weights.to(torch.float32).contiguous()
     ranks, total = len(slots.experts_per_rank), out_ids.numel()
-    remap_kernel[(-(-total // BLOCK),)](
+    launch_in_order(
+        remap_kernel, (-(-total // BLOCK),),
         ids.contiguous(), plain, gate, last, out_ids, out_weights,
         last.new_zeros(1) if strays is None else strays,
         total, width, ranks, slots.num_experts, slots.shared_slot(rank),

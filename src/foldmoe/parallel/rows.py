@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foldmoe.backends import Call
+from foldmoe.backends.triton.launch import launch_in_order
 from foldmoe.moe.slots import ends
 from foldmoe.parallel import row_kernels as kernels
 from foldmoe.parallel.mailbox import dependent
@@ -66,7 +67,8 @@ class Rows:
         """``[rows, row_bytes]``: the rank's tokens, then places that hold none."""
         scheme, (x, ids, weights) = self.scheme, tokens_of(part)
         message = torch.empty(rows, scheme.wire.row_bytes, dtype=torch.uint8, device=x.device)
-        kernels.pack_kernel[(rows,)](
+        launch_in_order(
+            kernels.pack_kernel, (rows,),
             x, ids, weights, message, self.strays, x.stride(0), ids.stride(0), weights.stride(0), part.count,
             scheme.hidden, sum(scheme.experts_per_rank), scheme.wire.row_bytes, **self.routes, **self.tile,
             **self.warps,
@@ -82,12 +84,14 @@ class Rows:
         )
         places = torch.empty(tokens, scheme.ranks, dtype=torch.int32, device=x.device)
         counts = torch.empty(scheme.ranks, dtype=torch.int64, device=x.device)
-        kernels.positions_kernel[(scheme.ranks,)](
+        launch_in_order(
+            kernels.positions_kernel, (scheme.ranks,),
             ids, ends(scheme.experts_per_rank, x.device), places, counts, ids.stride(0), tokens, part.rank,
             **self.routes, RANKS=scheme.ranks, BLOCK=_BLOCK,
         )  # fmt: skip
         if tokens:
-            kernels.scatter_kernel[(tokens,)](
+            launch_in_order(
+                kernels.scatter_kernel, (tokens,),
                 x, ids, weights, kept, sent, places, counts, self.strays, x.stride(0), ids.stride(0),
                 weights.stride(0), scheme.hidden, sum(scheme.experts_per_rank), scheme.wire.row_bytes, **self.routes,
                 RANKS=scheme.ranks, **self.tile, **self.warps,
@@ -99,7 +103,8 @@ class Rows:
         scheme, held, lines = self.scheme, self.scheme.experts_per_rank, len(kept) + len(arrived)
         x, ids, weights, gates = self.landing(part, lines)
         if lines:
-            kernels.unpack_kernel[(lines,)](
+            launch_in_order(
+                kernels.unpack_kernel, (lines,),
                 x, ids, weights, *self.gating(part, weights, gates), kept, arrived, part.count, own_first, len(kept),
                 scheme.hidden, sum(held[: part.rank]), held[part.rank], scheme.wire.row_bytes, **self.routes,
                 **self.tile, **self.placing(part), PDL=dependent(x.device), **self.warps,
@@ -120,7 +125,8 @@ class Rows:
         scheme = self.scheme
         y = torch.empty(count, scheme.hidden, dtype=scheme.dtype, device=own.device)
         if count:
-            kernels.reduce_kernel[(count,)](
+            launch_in_order(
+                kernels.reduce_kernel, (count,),
                 y, own, parts, self.strays if scattered is None else scattered.places,
                 self.strays if scattered is None else scattered.counts, rows, rank, scheme.hidden,
                 RANKS=scheme.ranks, COLUMNS=self.columns, SCATTERED=scattered is not None, **self.warps,

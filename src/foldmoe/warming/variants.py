@@ -103,7 +103,7 @@ def walk(
             with standing_in(device.kind, device.arch), kernel_cache.used(), compiling(compiler):
                 for tokens in calls.tokens:
                     for ids in calls.ids:
-                        run_planned(layer, plan, _call(plan, calls, tokens, ids), tokens)
+                        run_planned(layer, plan, _call(plan, layer, calls, tokens, ids), tokens)
     return found
 
 
@@ -128,18 +128,14 @@ def _outlines(plans: Sequence[LayerPlan], device: Device) -> Iterator[tuple[Laye
         yield plan, layer
 
 
-def _call(plan: LayerPlan, calls: Calls, tokens: int, ids: torch.dtype) -> Call:
+def _call(plan: LayerPlan, layer: PackedLayer, calls: Calls, tokens: int, ids: torch.dtype) -> Call:
     """As :meth:`foldmoe.FoldedMoE.run` hands it to the backend."""
-    slot = plan.strategy == "slot"
-    shape = (tokens, plan.spec.top_k + slot)
-    bounds = calls.bounds(tokens, "meta")
-    if slot:
-        bounds.pop("shared_rows", None)
-    gate = torch.empty(tokens, device="meta") if calls.gated(plan) and not slot else None
-    return Call(
+    shape, count = (tokens, plan.spec.top_k), plan.spec.routed.count
+    call = Call(
         torch.empty(tokens, plan.spec.hidden, dtype=calls.dtype, device="meta"),
         torch.empty(shape, dtype=ids, device="meta"),
         torch.empty(shape, device="meta"),
-        gate,
-        **bounds,
+        torch.empty(tokens, device="meta") if calls.gated(plan) else None,
+        **calls.bounds(tokens, "meta"),
     )
+    return layer.rank_routes(call, plan.placement.experts(count), count, slot=plan.strategy == "slot")

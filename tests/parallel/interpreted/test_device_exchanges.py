@@ -60,6 +60,20 @@ def test_the_bits_of_the_torch_expressions(
     assert torch.equal(fewer, torch.full_like(fewer, counts_alone).fill_diagonal_(0))
 
 
+@pytest.mark.parametrize("strategy", KINDS)
+@pytest.mark.parametrize("fold", ["native", "slot"])
+@pytest.mark.parametrize("top_k", [1, 8, 17])
+def test_every_width_and_int32_ids(top_k: int, fold: str, strategy: str) -> None:
+    options = {"dtype": torch.bfloat16, "strategy": strategy, "top_k": top_k, "backend": "rows"}
+    case = make_case(3, 19, top_k=top_k, dtype=torch.bfloat16)
+    case = replace(case, topk_ids=case.topk_ids.to(torch.int32))
+    case.topk_ids[2, -1] = -1
+    plain, fast = (virtual(weights_of(19), simulate(3), fold, **options) for _ in range(2))
+    parts = deal(case, [2, 0, 1])
+    for found, expected in zip(with_kernels(fast).forward_ranks(parts), plain.forward_ranks(parts), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a_message_is_the_wires() -> None:
     """Rows that hold tokens are byte for byte the torch expression's, as far as fields go; the others hold none."""
     moe = with_kernels(virtual(weights_of(5), simulate(2), dtype=torch.bfloat16, activations="fp8"))

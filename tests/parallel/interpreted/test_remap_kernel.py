@@ -25,7 +25,9 @@ def test_every_width_and_both_integers(top_k: int, dtype: torch.dtype) -> None:
             gate = torch.rand(tokens, generator=dice) if gated else None
             rank = (tokens + top_k) % len(counts)
             found = launch(ids, weights, slots, rank, shared_weights=gate)
-            expected = append_shared_slot(ids, weights, experts_per_rank=counts, rank=rank, shared_weights=gate)
+            expected = append_shared_slot(
+                ids, weights, experts_per_rank=counts, rank=rank, top_k=top_k, shared_weights=gate
+            )
             for mine, truth in zip(found, expected, strict=True):
                 assert mine.dtype == truth.dtype
                 assert torch.equal(mine, truth)

@@ -11,6 +11,7 @@ from foldmoe.backends.base import Call, PackedLayer
 from foldmoe.backends.hopper import launch, pack, pack_bf16, pack_fp8, workspace
 from foldmoe.backends.hopper.batch import BOTH, ROUTED, SHARED, Weights, contiguous
 from foldmoe.backends.hopper.pack_bf16 import PackedBf16
+from foldmoe.backends.triton.rank_routes import rank_routes
 from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.moe import ExpertWeights
 from foldmoe.runtime.workspace import held_bytes
@@ -54,6 +55,9 @@ class HopperLayer(PackedLayer):
         if folded and len(launches) == 2:
             launches = (BOTH,)
         return self._run(call, launches)
+
+    def _rank_routes(self, call: Call, first: int, held: int, slot: bool) -> Call:
+        return rank_routes(call, first, held, slot)
 
     def forward_shared(self, call: Call) -> Tensor:
         return self._run(call, self._launches(call, routed=False), dtype=torch.float32)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from foldmoe.runtime.kernels import Variant, start
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def launch(
@@ -21,6 +20,14 @@ def launch(
     device = next(iter(tensors.values())).device
     key = (kernel, *_facts(tensors, numbers, kernel), device, *sorted(constants.items()))
     start(kernel, grid, Variant(key, device, constants), **tensors, **numbers, **constants)
+
+
+def launch_in_order(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """The same, tensors and numbers in the order of the kernel's parameters."""
+    named = dict(zip(kernel.arg_names, arguments, strict=False))
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    numbers = {name: value for name, value in named.items() if name not in tensors}
+    launch(kernel, grid, tensors, numbers, **constants)
 
 
 def _facts(tensors: dict[str, Tensor], numbers: dict[str, Any], kernel: Any) -> list[Any]:

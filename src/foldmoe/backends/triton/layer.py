@@ -15,6 +15,7 @@ from torch import Tensor
 from foldmoe.backends.base import Call, PackedLayer
 from foldmoe.backends.triton import config as configs
 from foldmoe.backends.triton.layout import unpack
+from foldmoe.backends.triton.rank_routes import rank_routes
 from foldmoe.backends.triton.steps import Step
 from foldmoe.runtime import workspace
 
@@ -73,6 +74,9 @@ class TritonLayer(PackedLayer):
         y = torch.empty_like(call.x)
         self._run(call, y, routed=True, shared=True, folded=folded)
         return y
+
+    def _rank_routes(self, call: Call, first: int, held: int, slot: bool) -> Call:
+        return rank_routes(call, first, held, slot)
 
     def forward_shared(self, call: Call) -> Tensor:
         y = torch.empty(call.x.shape, dtype=torch.float32, device=call.x.device)

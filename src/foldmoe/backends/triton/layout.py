@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foldmoe.backends.base import Unsupported
 from foldmoe.formats import Format
 
 if TYPE_CHECKING:
@@ -73,17 +74,18 @@ def matrix(tensor: QuantizedTensor, name: str) -> Matrix:
     """A view of a stored stack ``[E, N, K]``.
 
     Raises:
-        ValueError: values that are not contiguous along K, are plain floats other than bf16, or a scale of NaN.
+        Unsupported: values that are not contiguous along K, or plain floats other than bf16.
+        ValueError: a scale of NaN.
     """
     columns = tensor.shape[-1]
     values = tensor.values
     if values.stride(-1) != 1:
-        raise ValueError(
+        raise Unsupported(
             f"{name}: values must be contiguous along their last dimension, found strides {values.stride()}"
         )
     if tensor.format is Format.BF16:
         if values.dtype != torch.bfloat16:
-            raise ValueError(f"{name}: plain weights must be bfloat16, found {values.dtype}")
+            raise Unsupported(f"{name}: plain weights must be bfloat16, found {values.dtype}")
         return Matrix(values, values, columns, 1, _STEPS[1], NO_SCALE, False, (1, _STEPS[1]))
     assert tensor.scales is not None
     words = values.view(torch.uint8).view(torch.int16)

@@ -1,0 +1,63 @@
+"""The launch behind :meth:`foldmoe.backends.PackedLayer.rank_routes` on GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from foldmoe.backends.triton.arguments import host_or_device_rows
+from foldmoe.backends.triton.kernels.rank_routes import BLOCK
+from foldmoe.backends.triton.kernels.rank_routes import rank_routes as kernel
+from foldmoe.backends.triton.launch import launch
+
+if TYPE_CHECKING:
+    from foldmoe.backends.base import Call
+
+
+def rank_routes(call: Call, first: int, held: int, slot: bool) -> Call:
+    """``call`` over all ranks' experts as the call of the rank that holds ``held`` from ``first`` on."""
+    tokens, top_k = call.topk_ids.shape
+    ids, weights = call.topk_ids, call.topk_weights
+    out_ids = torch.empty(tokens, top_k + slot, dtype=ids.dtype, device=ids.device)
+    out_weights = torch.empty(out_ids.shape, dtype=torch.float32, device=ids.device) if slot else weights
+    whole = call.shared_rows if call.shared_rows is not None else (0, tokens)
+    start, end, rows = host_or_device_rows(whole, ids.device)
+    launch(
+        kernel,
+        (-(-out_ids.numel() // BLOCK),),
+        {
+            "ids": ids if ids.stride(1) == 1 else ids.contiguous(),
+            "weights": weights if weights.stride(1) == 1 else weights.contiguous(),
+            "gate": weights if call.shared_weights is None else call.shared_weights,
+            "rows": ids if rows is None else rows,
+            "out_ids": out_ids,
+            "out_weights": out_weights,
+        },
+        {
+            "total": out_ids.numel(),
+            "ids_stride": ids.stride(0) if ids.stride(1) == 1 else top_k,
+            "weights_stride": weights.stride(0) if weights.stride(1) == 1 else top_k,
+            "first": first,
+            "held": held,
+            "start": start,
+            "end": end,
+            "scale": call.routed_scale,
+        },
+        K=top_k,
+        SLOT=slot,
+        GATED=slot and call.shared_weights is not None,
+        ROWS=slot and rows is not None,
+        BLOCK=BLOCK,
+    )
+    if not slot:
+        return replace(call, topk_ids=out_ids)
+    return replace(
+        call,
+        topk_ids=out_ids,
+        topk_weights=out_weights,
+        shared_weights=None,
+        routed_scale=1.0,
+        shared_rows=None,
+    )
