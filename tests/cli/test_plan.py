@@ -43,6 +43,23 @@ def test_identical_layers_collapse_and_the_summary_is_one_line(folder: Path) -> 
     assert plan_checkpoint(folder, device="cpu", ep_size=2).digest in output
 
 
+def test_ranks_show_what_their_exchanges_take(folder: Path) -> None:
+    """H 256, E4M3 rows: the bytes of an all-gather, written out."""
+    layer = plan_checkpoint(folder, device="h200", ep_size=4).layers[0]
+    row = 256 + 2 + layer.spec.top_k * 8  # values, scales, ids and weights
+    row = -(-row // 16) * 16
+    held = 64 * 4
+    expected = 64 * row + held * (row + layer.spec.top_k * 8 + 3 * 256 * 2)  # three: local x and results, received
+    code, output = run(str(folder), "--device", "h200", "--ep", "4", "--tokens", "8,64")
+    assert code == 0
+    line = "buffers a rank at 64 tokens, worst routing, shared by all layers: "
+    assert f"{line}all_gather {expected:,} B, all_to_all " in output
+    assert "buffers a rank at 2,048 tokens" in run(str(folder), "--device", "h200", "--ep", "4")[1]
+    assert "buffers a rank" not in run(str(folder), "--device", "h200")[1]
+    assert "buffers a rank" not in run(str(folder), "--device", "h200", "--ep", "4", "--tp", "2")[1]
+    assert run(str(folder), "--device", "h200", "--ep", "4", "--estimate")[1].count("buffers a rank") == 1
+
+
 def test_case_93_reasons_are_visible_by_default(folder: Path) -> None:
     code, output = run(str(folder), "--device", "cpu", "--fold", "slot")
     assert code == 0

@@ -18,9 +18,10 @@ from foldmoe.cli.numbers import numbers
 from foldmoe.cli.policy import asked
 from foldmoe.parallel.estimate import estimate as estimated
 from foldmoe.parallel.kernel_times import EFFICIENCY, Measured
+from foldmoe.parallel.scheme import largest_buffers
 from foldmoe.planner import FusionPolicy, plan_checkpoint
 from foldmoe.report.estimate_table import estimate_table
-from foldmoe.report.plan_table import plan_table
+from foldmoe.report.plan_table import buffer_line, plan_table
 
 
 def plan(
@@ -36,7 +37,7 @@ def plan(
     ] = None,
     estimate: Annotated[bool, typer.Option("--estimate", help="Expected times over the --ep ranks.")] = False,
     tokens: Annotated[
-        str, typer.Option(help="Estimate: comma-separated tokens on every rank.")
+        str, typer.Option(help="Tokens on every rank, with commas: of the estimate; the most, of buffers.")
     ] = "1,8,32,128,512,2048",
     link: Annotated[str, typer.Option(help="Estimate: nvlink, ib400, or GB/s a direction.")] = "nvlink",
     efficiency: Annotated[
@@ -55,11 +56,13 @@ def plan(
     with errors.shown():
         policy = asked(fold=fold, activations=activations, backend=backend, allow_requantize=allow_requantize)
         found = plan_checkpoint(path_or_repo, policy=policy, ep_size=ep, tp_size=tp, device=device)
-        expected = None
+        expected, buffers = None, {}
+        counts = numbers("--tokens", tokens)
         if estimate:
-            counts = numbers("--tokens", tokens)
             table = Measured.read(measured) if measured else None
             expected = estimated(found, counts, link=link, efficiency=efficiency, measured=table)
+        elif ep > 1 and tp == 1:
+            buffers = largest_buffers(found.layers, max(counts))
     if as_json:
         extra: dict[str, Any] = {
             "command": _command(path_or_repo, policy, {"ep": ep, "tp": tp, "device": device}),
@@ -72,6 +75,8 @@ def plan(
     console().print(plan_table(found))
     if expected:
         console().print(estimate_table(found, expected))
+    elif buffers:
+        console().print(buffer_line(buffers, max(counts)), highlight=False)
 
 
 def _command(path_or_repo: str, policy: FusionPolicy, options: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from foldmoe.moe.spec import Placement
 from foldmoe.parallel.exchange_times import MEASURED
 from foldmoe.parallel.kernel_times import EFFICIENCY, Floor, Measured
 from foldmoe.parallel.links import Link, find_link
-from foldmoe.parallel.scheme import Dispatch, Scheme
+from foldmoe.parallel.scheme import Dispatch, Scheme, largest_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,7 +115,7 @@ def estimate(
     if plan.placement.tp_size > 1:
         raise ValueError("an estimate covers expert parallelism alone; leave --tp at 1")
     way, rows, skipped, floor = find_link(link, plan.device), [], [], None
-    buffers: dict[Dispatch, int] = {}
+    ways = [strategy for strategy in ESTIMATED if strategy != "symmetric" or way.shared_memory]
     for layer in plan.layers:
         if layer.spec.top_k < 0 or layer.backend == "stock":
             skipped.append(f"{layer.layer}: {'top-k is not known' if layer.spec.top_k < 0 else 'the engine keeps it'}")
@@ -123,12 +123,10 @@ def estimate(
         if measured:
             measured.check(layer.spec.local(plan.placement))
         floor = Floor.of(plan.device, fp8=layer.activations != "bf16")
-        ways = [strategy for strategy in ESTIMATED if strategy != "symmetric" or way.shared_memory]
         schemes = [Scheme.of(layer, max(tokens), dispatch=strategy) for strategy in ways]
-        for scheme in schemes:
-            buffers[scheme.dispatch] = max(buffers.get(scheme.dispatch, 0), sum(scheme.buffers().values()))
         rows += [phases(layer, s, count, way, floor, efficiency, measured) for count in tokens for s in schemes]
     skipped += [f"{row.layer}: the engine keeps it" for row in plan.stock]
+    buffers = largest_buffers(plan.layers, max(tokens), ways)
     return Estimate(plan.placement.ep_size, tuple(rows), buffers, way, floor, efficiency or EFFICIENCY, tuple(skipped))
 
 

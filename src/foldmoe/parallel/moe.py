@@ -152,14 +152,16 @@ class ExpertParallelMoE(torch.nn.Module):
             shared_weights: ``[M]``; 1 where None.
             routed_scale: multiplies the routed sum.
             num_valid_tokens: rows from here on are padding; their output is zero.
-            tokens_across_ranks: real tokens of every rank, where the caller knows them; exchanged otherwise.
+            tokens_across_ranks: real tokens of every rank, the same list everywhere, where the caller knows them;
+                exchanged otherwise.
 
         Returns:
             ``[M, H]`` in ``dtype``.
 
         Raises:
-            ValueError: more tokens than capacity (on every rank), or arguments that do not fit (here; the other ranks
-                are told so).
+            ValueError, TypeError: more tokens than capacity (on every rank), or arguments that do not fit: on every
+                rank, or with ``tokens_across_ranks`` here alone, since no counts are exchanged that could tell the
+                others. Those run into the group's timeout.
             GroupError: another rank has left, or did not answer in the group's timeout.
         """
         tokens = Tokens(x, topk_ids, topk_weights, shared_weights, num_valid_tokens)
@@ -245,7 +247,10 @@ class ExpertParallelMoE(torch.nn.Module):
         return torch.where(known, ids, -1)
 
     def _agree_on_counts(self, batches: Sequence[Tokens], stated: Sequence[int] | None) -> list[int]:
-        """Real tokens of every rank. A rank whose arguments do not fit sends -1, so that no other rank waits for it."""
+        """Real tokens of every rank; -1 from a rank whose arguments do not fit, so that no other rank waits for it.
+
+        Where they are stated nothing is exchanged, and the others do wait.
+        """
         problems = [batch.problem(self.name, self.scheme, self.num_logical) for batch in batches]
         mine = [-1 if problem else batch.count for problem, batch in zip(problems, batches, strict=True)]
         if stated is not None:

@@ -12,6 +12,8 @@ from foldmoe.moe.spec import Placement
 from foldmoe.parallel.wire import Wire
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from foldmoe.moe.spec import ActivationPrecision
     from foldmoe.planner import LayerPlan
 
@@ -147,7 +149,7 @@ class Scheme:
         copies = min(self.top_k, others)  # of a token, to other ranks
         sent = tokens if gathers else tokens * (1 + copies)  # its own row stays, but is packed all the same
         held = tokens * self.ranks
-        returns = copies if self.order == "rank" else self.top_k
+        returns = copies if self.order == "rank" or not others else self.top_k
         routes = held * self.local_top_k
         rows = held
         if self.order == "route":  # a row a route; only a rank's own tokens have a shared one
@@ -176,3 +178,26 @@ class Scheme:
             "order": self.order,
             "max_tokens_per_rank": self.capacity,
         }
+
+
+def largest_buffers(
+    plans: Iterable[LayerPlan], capacity: int, dispatches: Sequence[Dispatch] = DISPATCHES
+) -> dict[Dispatch, int]:
+    """Bytes of a rank's exchange buffers by strategy, of the layer that needs most: layers take turns with them.
+
+    Args:
+        plans: layers; those of an engine's own, or of an unknown top-k, have no exchange here.
+        capacity: tokens that one rank may bring to one exchange.
+        dispatches: strategies.
+
+    Raises:
+        ValueError: a capacity below 1.
+    """
+    found: dict[Dispatch, int] = {}
+    for plan in plans:
+        if plan.spec.top_k < 0 or plan.backend == "stock":
+            continue
+        for dispatch in dispatches:
+            nbytes = sum(Scheme.of(plan, capacity, dispatch=dispatch).buffers().values())
+            found[dispatch] = max(found.get(dispatch, 0), nbytes)
+    return found

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foldmoe.parallel.kernel_times import HOPPER_BYTES, HOPPER_FIXED, HOPPER_OPERATIONS
-from foldmoe.report.plan_table import runs
+from foldmoe.report.plan_table import buffer_line, runs
 
 if TYPE_CHECKING:
     from foldmoe.parallel.estimate import Estimate, Phases
@@ -69,7 +69,5 @@ def _basis(estimate: Estimate) -> list[str]:
         "uniform routing, phases one after the other; KB out and back: 1000 B a layer over one rank's link, one way"
     )
     if estimate.buffers:
-        most = max(row.tokens for row in estimate.rows)
-        sizes = ", ".join(f"{name} {nbytes:,} B" for name, nbytes in estimate.buffers.items())
-        lines.append(f"buffers a rank at {most:,} tokens, worst routing, shared by all layers: {sizes}")
+        lines.append(buffer_line(estimate.buffers, max(row.tokens for row in estimate.rows)))
     return lines + [f"not estimated: {line}" for line in estimate.skipped]

@@ -15,7 +15,9 @@ from rich.text import Text
 from foldmoe.planner import CheckpointPlan, LayerPlan, StockLayer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from foldmoe.parallel.scheme import Dispatch
 
 Row = LayerPlan | StockLayer
 
@@ -95,6 +97,12 @@ def plan_table(plan: CheckpointPlan) -> RenderableType:
     lines = [Text(f"note: {note}") for note in plan.notes]
     total = Text(f"{plan.summary}   digest {plan.digest}", style="bold")
     return Group(table, *remarks, *lines, total) if plan.rows else Group(*lines, total)
+
+
+def buffer_line(buffers: Mapping[Dispatch, int], tokens: int) -> str:
+    """Bytes of exchange buffers by strategy, at ``tokens`` on every rank."""
+    sizes = ", ".join(f"{name} {nbytes:,} B" for name, nbytes in buffers.items())
+    return f"buffers a rank at {tokens:,} tokens, worst routing, shared by all layers: {sizes}"
 
 
 def _tiles(plan: LayerPlan) -> tuple[str, ...]:
