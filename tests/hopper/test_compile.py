@@ -39,6 +39,7 @@ def name(config):
 
 
 def check(config):
+    """What was found, all of it as it must be."""
     found = offline.report(offline.compile_config(config))
     g = config.geometry
     assert found.shared <= 232448
@@ -54,9 +55,10 @@ def check(config):
         assert found.waits * 4 * config.units == found.products, found  # a unit's step is four products
     if g.routed != "mxfp4":
         assert found.loops == config.warpgroups * (1 + bool(config.tail) + config.two_loops), found
-        return
-    widths = 1 + bool(config.tail) + bool(config.between)
-    assert found.loops >= config.warpgroups * (widths + config.two_loops), found
+    else:
+        widths = 1 + bool(config.tail) + bool(config.between)
+        assert found.loops >= config.warpgroups * (widths + config.two_loops), found
+    return found
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Compile the main layer's kernels for sm_90 with several versions of Triton; no GPU needed.
+"""Compile the main layer's kernels and the Hopper launch for sm_90 with several versions of Triton; no GPU needed.
 
     pip install --no-deps --target FOLDER triton==3.9.0
     python tests/triton/compile_versions.py FOLDER OTHER_PYTHON ...
@@ -25,6 +25,7 @@ def compile_here() -> None:
     """Compile everything with this interpreter's Triton."""
     import triton
 
+    from tests.hopper import offline, test_compile
     from tests.triton import aot
     from tests.triton.aot_layers import BF16_LAYER, DECODE, MAIN_LAYER, PREFILL, call_of, layer_of
 
@@ -41,6 +42,15 @@ def compile_here() -> None:
                     f"triton {triton.__version__}  {name:5} M={tokens:<5} {found.name:8} {seconds:5.1f} s  {usage}",
                     flush=True,
                 )
+    for geometry in (test_compile.FLASH, test_compile.V41, test_compile.TOKEN, test_compile.V3, test_compile.BF16):
+        chosen = test_compile.every(geometry)
+        for config in (chosen[0], max(chosen, key=lambda config: (config.tokens, config.between))):
+            start = time.monotonic()
+            found = offline.report(offline.compile_config(config))
+            assert not found.warnings, found
+            label = f"triton {triton.__version__}  hopper {test_compile.name(config)}"
+            spills = f"{found.spilled} bytes spilled, {found.loop_spills} accesses of them in K loops"
+            print(f"{label:58} {time.monotonic() - start:5.1f} s  shared {found.shared}, {spills}", flush=True)
 
 
 def main(versions: list[str]) -> int:

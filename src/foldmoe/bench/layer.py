@@ -60,7 +60,7 @@ def run(request: Request, progress: Callable[[str], None] | None = None) -> Laye
         versions.collect(device),
         command=request.command,
     )
-    arms = _arms(request, shape.spec, sets, result)
+    arms, held = _arms(request, shape.spec, sets, result)
     peers = peer_arms(request.peers, request.arms, shape.spec, sets, request.tokens)
     for tokens in request.tokens:
         if progress:
@@ -68,11 +68,16 @@ def run(request: Request, progress: Callable[[str], None] | None = None) -> Laye
         batches = [shapes.random_batch(shape.spec, tokens, generator) for _ in range(request.inputs)]
         result.rows.extend(_rows(arms, peers, batches, shape.spec, sets[0], request, device, result.ceilings))
     result.refused.update(peers.refused)
+    result.memory.update({name: layer.memory() for name, layer in held.items()})
     return result
 
 
-def _arms(request: Request, spec: LayerSpec, sets: list[Weights], result: LayerResult) -> dict[str, Arm]:
+def _arms(
+    request: Request, spec: LayerSpec, sets: list[Weights], result: LayerResult
+) -> tuple[dict[str, Arm], dict[str, FoldedMoE]]:
+    """What to call, and one layer of each arm that is ours."""
     arms: dict[str, Arm] = {}
+    held: dict[str, FoldedMoE] = {}
     device = sets[0][0].device
     for name in request.arms:
         if name == "stock":
@@ -93,7 +98,8 @@ def _arms(request: Request, spec: LayerSpec, sets: list[Weights], result: LayerR
             for number, weights in enumerate(sets)
         ]
         arms[f"{layers[0].plan.backend} {name}"] = _each([_own(layer) for layer in layers])
-    return arms
+        held[f"{layers[0].plan.backend} {name}"] = layers[0]
+    return arms, held
 
 
 def _own(layer: FoldedMoE) -> Callable[[Batch], Tensor]:

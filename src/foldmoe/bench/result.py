@@ -82,6 +82,7 @@ class LayerResult:
         versions: by name.
         refused: arms that did not run, with the reason.
         command: :attr:`Request.command`, for people who read the file.
+        memory: of one layer of each of our arms, after the largest batch: :meth:`foldmoe.FoldedMoE.memory`.
     """
 
     request: Request
@@ -93,6 +94,7 @@ class LayerResult:
     rows: list[Row] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     command: str = ""
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def save(self, path: Path | str) -> None:
         """Write the file that :meth:`load` reads."""

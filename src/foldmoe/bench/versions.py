@@ -25,7 +25,7 @@ def collect(device: torch.device, *more: str) -> dict[str, str]:
         found["cuda"] = str(torch.version.cuda or torch.version.hip)
         if driver := _driver():
             found["driver"] = driver
-        if ptxas := _ptxas():
+        if not torch.version.hip and (ptxas := _ptxas(10 * facts.major + facts.minor)):
             found["ptxas"] = ptxas
     else:
         found["device"] = f"{_cpu_name()}, {torch.get_num_threads()} threads of {os.cpu_count()}"
@@ -46,14 +46,13 @@ def _driver() -> str | None:
     return match[0] if match else None
 
 
-def _ptxas() -> str | None:
-    """The assembler that Triton carries."""
+def _ptxas(arch: int) -> str | None:
+    """The assembler by which Triton compiles for an architecture (90 for sm_90): it carries two, and takes others."""
     try:
-        import triton
+        from triton.backends.nvidia.compiler import get_ptxas_version
 
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-        text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
-    except (ImportError, OSError, subprocess.CalledProcessError):
+        text = get_ptxas_version(arch)
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError):
         return None
     match = re.search(r"V(\d+\.\d+\.\d+)", text)
     return match[1] if match else None

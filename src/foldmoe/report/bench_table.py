@@ -33,9 +33,15 @@ def remarks(result: LayerResult) -> list[str]:
     return [
         f"ceilings in this run: {found.read_bandwidth / 1e9:,.0f} GB/s read, "
         f"{found.matmul / 1e12:,.2f} TFLOP/s {found.matmul_dtype}",
+        *(f"{arm}: {_memory(found)}" for arm, found in result.memory.items()),
         *(["errors of peers: against the float64 oracle on unquantised activations"] if result.request.peers else []),
         *(f"not run: {arm}: {reason}" for arm, reason in result.refused.items()),
     ]
+
+
+def _memory(found: dict[str, int]) -> str:
+    weights, workspace = (found[name] / 1e6 for name in ("weights", "workspace"))
+    return f"{weights:,.1f} MB of packed weights, {workspace:,.1f} MB of workspace shared by all layers on a stream"
 
 
 def cells(row: Row) -> tuple[str, ...]:
