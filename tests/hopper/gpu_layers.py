@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, cached_property
 
 import torch
 
 from foldmoe.backends.hopper import heuristics
+from foldmoe.backends.hopper.backend import HopperBackend
 from foldmoe.layer import FoldedMoE
-from foldmoe.moe import Activation, ExpertWeights
+from foldmoe.moe import Activation, ExpertSpec, ExpertWeights, LayerSpec
 from foldmoe.planner import FusionPolicy
-from foldmoe.runtime import workspace
-from tests.support.cases import BF16_TOLERANCE, CASE_NAMES, Case, get_case
-from tests.triton.support import LIMIT, weights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from foldmoe.planner.devices import resolve
+from tests.support.cases import BF16_TOLERANCE, Case, get_case
+from tests.support.pairwise import Trait, cover
+from tests.triton.support import HOPPER_PAIRS, LIMIT, weights
 
 EXPERTS, TOP_K = 8, 3
-TOKENS = (0, 1, 2, 3, 7, 8, 17, 64, 65, 129, 1000, 8192)
 
 
 @dataclass(frozen=True)
@@ -46,15 +43,27 @@ class Shape:
         long = min(self.hidden, self.width, self.shared_width or self.width) >= 1024
         return 6e-3 if long and tokens > 64 else 1e-2
 
-    @property
+    @cached_property
     def geometry(self) -> heuristics.Geometry:
-        """As far as it decides tiles."""
-        routed, shared = self.pair.split("-")
-        kind, groups = ("fp8", 4 if "32" in routed else 1) if routed.startswith("fp8") else (routed, 0)
-        shared_groups = 0 if shared == "bf16" else 4 if "32" in shared else 1
-        return heuristics.Geometry(
-            self.hidden, 1, 1, 1, 1, 2, 2, shared_groups, LIMIT, LIMIT, self.activations == "fp8_token", kind, groups
+        """As the launch sees the layer of :func:`gpu_layer`."""
+        (routed, _), (shared, _) = HOPPER_PAIRS[self.pair]
+        experts = ExpertSpec(1, self.shared_width, shared) if self.shared_width else None
+        spec = LayerSpec(
+            str(self),
+            self.hidden,
+            TOP_K,
+            ExpertSpec(EXPERTS, self.width, routed),
+            experts,
+            activation=Activation(LIMIT),
         )
+        return HopperBackend().outline(spec, self.activations, resolve("h200")).weights.geometry
+
+    @property
+    def traits(self) -> frozenset[Trait]:
+        """Formats and widths. Both orders of the two sizes of FP8 blocks are one kind."""
+        blocks = "+".join(sorted(self.pair.split("-"))) if self.pair.count("fp8") == 2 else self.pair
+        widths = {("width", width) for width in (self.width, self.shared_width) if width}
+        return frozenset({("format", (blocks, self.activations)), *widths})
 
     def __str__(self) -> str:
         scales = "-token" if self.activations == "fp8_token" else ""
@@ -68,34 +77,58 @@ TOKEN = Shape("mxfp4-fp8", 1152, 2048, 320, "fp8_token")
 FP8 = Shape("fp8-fp8", 1024, 2048, 2048)
 FINE_FP8 = Shape("fp8_32-fp8_32", 1280, 2304, 3072)
 BF16 = Shape("bf16-bf16", 1024, 2048, 2304, "bf16")
-SHAPES = {
-    FLOAT: TOKENS,
-    WIDE: (*TOKENS, 200),
-    FINE: (*TOKENS, 200),
-    TOKEN: TOKENS,
-    Shape("mxfp4-fp8", 1024, 3072, 192): (1, 17, 1000),
-    Shape("mxfp4-fp8_32", 1280, 2304, 3072): (2, 64, 8192),
-    Shape("mxfp4-fp8", 384, 288, 0): (3, 65, 1000),
-    FP8: TOKENS,
-    Shape("fp8_e8m0-fp8_e8m0", 512, 192, 320): (1, 7, 64, 129, 1000, 8192),
-    FINE_FP8: (2, 17, 65, 1000, 8192),
-    Shape("fp8_32-fp8", 640, 64, 288): (3, 129, 1000),
-    Shape("fp8-fp8_32", 256, 3072, 64): (8, 64, 1000),
-    Shape("fp8-fp8", 384, 288, 0): (3, 65, 1000),
-    BF16: TOKENS,
-    Shape("bf16-bf16", 512, 192, 320, "bf16"): (1, 7, 64, 129, 1000, 8192),
-    Shape("bf16-bf16", 384, 288, 0, "bf16"): (3, 65, 1000),
-}
+MAIN = (WIDE, FINE, TOKEN, FP8, FINE_FP8, BF16)
+"""Shapes whose bits, streams and graphs are tested; each runs at every size of tile."""
+
+SHAPES = (
+    FLOAT,
+    Shape("mxfp4-fp8", 1024, 2048, 2304),
+    Shape("mxfp4-fp8", 1024, 3072, 64),
+    Shape("mxfp4-fp8", 384, 288, 0),
+    WIDE,
+    Shape("mxfp4-fp8_e8m0", 512, 192, 320),
+    Shape("mxfp4-fp8_e8m0", 1024, 3072, 64),
+    Shape("mxfp4-fp8_e8m0", 384, 288, 2304),
+    FINE,
+    Shape("mxfp4-fp8_32", 1280, 2304, 3072),
+    Shape("mxfp4-fp8_32", 256, 64, 288),
+    Shape("mxfp4-fp8_32", 512, 2048, 192),
+    TOKEN,
+    Shape("mxfp4-fp8", 512, 64, 192, "fp8_token"),
+    Shape("mxfp4-fp8", 384, 288, 3072, "fp8_token"),
+    Shape("mxfp4-fp8", 256, 2304, 64, "fp8_token"),
+    FP8,
+    Shape("fp8-fp8", 512, 192, 320),
+    Shape("fp8-fp8", 256, 3072, 64),
+    Shape("fp8-fp8", 384, 288, 2304),
+    Shape("fp8_e8m0-fp8_e8m0", 1024, 2048, 2304),
+    Shape("fp8_e8m0-fp8_e8m0", 512, 192, 320),
+    Shape("fp8_e8m0-fp8_e8m0", 256, 3072, 64),
+    Shape("fp8_e8m0-fp8_e8m0", 384, 288, 0),
+    FINE_FP8,
+    Shape("fp8_32-fp8_32", 640, 320, 2048),
+    Shape("fp8_32-fp8_32", 256, 64, 288),
+    Shape("fp8_32-fp8_32", 512, 192, 64),
+    Shape("fp8_32-fp8", 640, 64, 288),
+    Shape("fp8_32-fp8", 512, 2048, 192),
+    Shape("fp8-fp8_32", 256, 3072, 64),
+    Shape("fp8-fp8_32", 1280, 320, 2304),
+    BF16,
+    Shape("bf16-bf16", 512, 192, 320, "bf16"),
+    Shape("bf16-bf16", 256, 3072, 64, "bf16"),
+    Shape("bf16-bf16", 384, 288, 0, "bf16"),
+)
+"""Four for each of the formats, over all widths. Scales of powers of two take the launch that float scales take."""
 
 
-def pairwise() -> Iterator[tuple[Shape, int, str]]:
-    """The six main shapes meet every batch size, the others one of each kind of tile; routings take turns."""
-    routings = [name for name in CASE_NAMES if name != "no_tokens"]
-    n = 0
-    for shape, sizes in SHAPES.items():
-        for tokens in sizes:
-            yield shape, tokens, routings[n % len(routings)]
-            n += 1
+def config(shape: Shape, tokens: int, top_k: int = TOP_K) -> heuristics.HopperConfig:
+    """What a batch compiles."""
+    return heuristics.choose(shape.geometry, tokens, top_k, EXPERTS)
+
+
+@cache
+def pairwise() -> tuple[tuple[Shape, int, str], ...]:
+    return tuple(cover({shape: shape.traits for shape in SHAPES}, config))
 
 
 def case_of(shape: Shape, tokens: int, routing: str) -> Case:
@@ -145,19 +178,11 @@ def warm(job: tuple[Shape, str, tuple[tuple[int, str], ...]]) -> None:
 
 def jobs() -> list[tuple[Shape, str, tuple[tuple[int, str], ...]]]:
     """One for every compiled launch."""
-    found: dict[tuple[Shape, int, int, int], list[tuple[int, str]]] = {}
-    for shape, tokens, routing in pairwise():
-        top_k = 0 if routing == "top_0" else TOP_K
-        config = heuristics.choose(shape.geometry, tokens, top_k, EXPERTS)
+    found: dict[heuristics.HopperConfig, tuple[Shape, list[tuple[int, str]]]] = {}
+    more = ((shape, tokens, "random") for shape in MAIN for tokens in (8, 17, 64, 65, 200, 1000))
+    for shape, tokens, routing in (*pairwise(), *more):
         if tokens:
-            key = (shape, config.tokens, config.between, config.shared_tokens)
-            found.setdefault(key, []).append((tokens, routing))
+            chosen = config(shape, tokens, 0 if routing == "top_0" else TOP_K)
+            found.setdefault(chosen, (shape, []))[1].append((tokens, routing))
     dual = [(shape, "dual", ((64, "random"),)) for shape in (WIDE, FP8, BF16)]
-    return [(key[0], "auto", tuple(batches)) for key, batches in found.items()] + dual
-
-
-def poison() -> None:
-    """NaN in the scratch memory that the next call takes, and in memory that its output may get."""
-    for held in workspace._held.values():
-        held.memory.fill_(255)
-    torch.full((2**24,), torch.nan, device="cuda")
+    return [(shape, "auto", tuple(batches)) for shape, batches in found.values()] + dual

@@ -2,6 +2,9 @@
 
     python -m tests.hopper.sanitized memcheck    # or racecheck
 
+memcheck watches every kernel: prologue, folded launch and combine, a layer on the Triton backend, and torch's own, each
+tensor an allocation of its own. racecheck watches the folded launch alone, whose warps share memory with each other.
+
 racecheck follows an mbarrier at which every thread arrives. It does not follow one that a single thread signals for a
 warpgroup behind a barrier of the warpgroup, which is how Gluon signals (``handoff.cu`` shows it in a few lines): the
 ring of tickets is handed over so. It also reports the word by which Triton dispatches warps, written and read on both
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -39,6 +43,10 @@ PAIRS = (
     ("bf16-bf16", "bf16"),
     ("mxfp4-fp8", "fp8_token"),
 )
+
+TRITON_PAIR = ("mxfp4-fp8", "fp8")
+TOKENS = (3, 65)
+"""Few and many tiles."""
 
 
 @cache
@@ -74,30 +82,42 @@ def run_layers() -> None:
     """What the sanitizer watches."""
     import torch
 
-    from tests.hopper.gpu_layers import Shape, case_of, gpu_layer, run
+    from tests.hopper.gpu_layers import EXPERTS, Shape, case_of, gpu_layer, run
+    from tests.triton.support import call_of, pack, weights
 
     for pair, activations in PAIRS:
         shape = Shape(pair, 256, 192, 128, activations)
-        for tokens in (3, 65):  # few and many tiles
+        for tokens in TOKENS:
             y = run(gpu_layer(shape), case_of(shape, tokens, "random"))
             torch.cuda.synchronize()
-            print(pair, activations, tokens, f"{y.float().abs().mean():.3f}", flush=True)
+            print("hopper", pair, activations, tokens, f"{y.float().abs().mean():.3f}", flush=True)
+    shape = Shape(TRITON_PAIR[0], 256, 192, 128)
+    stored = weights(shape.pair, EXPERTS, shape.width, shape.shared_width, shape.hidden, device="cuda")
+    layer = pack(*stored, TRITON_PAIR[1])
+    for tokens in TOKENS:
+        y = layer.forward(call_of(case_of(shape, tokens, "random")), folded=True)
+        torch.cuda.synchronize()
+        print("triton", *TRITON_PAIR, tokens, f"{y.float().abs().mean():.3f}", flush=True)
 
 
 def main(tool: str) -> int:
     """Run the layers under ``tool``; 0 if all ran and nothing but known hazards was found."""
-    command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=folded_moe", "--print-limit", "0"]
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "0"]
+    if tool == "racecheck":
+        command += ["--kernel-name", "kns=folded_moe"]
     layers = [sys.executable, "-m", "tests.hopper.sanitized", "layers"]
-    said = subprocess.run([*command, *layers], stdout=subprocess.PIPE, text=True).stdout
+    apart = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    said = subprocess.run([*command, *layers], stdout=subprocess.PIPE, text=True, env=apart).stdout
     known, others = hazards(said)
     print("".join(others) if tool == "racecheck" else said)
     for kind, count in known.items():
         print(f"{count} hazards whose order racecheck does not see: {kind}")
-    ran = len(re.findall(r"^\S+-\S+ \S+ \d+ [\d.]+$", said, re.MULTILINE))
+    ran = len(re.findall(r"^(?:hopper|triton) \S+-\S+ \S+ \d+ [\d.]+$", said, re.MULTILINE))
+    wanted = len(TOKENS) * (len(PAIRS) + 1)
     summary = re.search(r"SUMMARY: (\d+) .*", said)
-    print(f"{ran} of {2 * len(PAIRS)} layers ran; {tool}: {summary[0] if summary else 'no summary'}")
+    print(f"{ran} of {wanted} layers ran; {tool}: {summary[0] if summary else 'no summary'}")
     expected = known.total() if tool == "racecheck" else 0
-    return int(summary is None or int(summary[1]) != expected or bool(others) or ran < 2 * len(PAIRS))
+    return int(summary is None or int(summary[1]) != expected or bool(others) or ran < wanted)
 
 
 if __name__ == "__main__":

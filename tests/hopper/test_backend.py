@@ -9,6 +9,7 @@ import torch
 
 from foldmoe.backends import Unsupported, get
 from foldmoe.backends.base import Call
+from foldmoe.backends.hopper import workspace
 from foldmoe.backends.hopper.backend import HopperBackend
 from foldmoe.bench.shapes import SHAPES
 from foldmoe.formats import Format, QuantizedTensor, fp8, mxfp4
@@ -210,3 +211,13 @@ def test_nothing_to_run_gives_zeros():
     assert layer.forward(empty, folded=True).shape == (0, 256)
     assert layer.forward_shared(empty).dtype == torch.float32
     assert layer.stats() == {"ids_out_of_range": 0, "config": None, "tuned": 0, "heuristic": 0}
+
+
+def test_a_launch_that_gave_up_is_named_by_its_tile(monkeypatch):
+    layer = pack(weights(2, 256, 128, mxfp4.quantize), None)
+    reports = {layer.weights.device: torch.tensor([1, 77, 3, 8], dtype=torch.int32)}
+    monkeypatch.setattr(workspace, "stall_report", reports.__getitem__)
+    with pytest.raises(RuntimeError, match="tile 77 waited for 8 parts of its token tile's hidden vectors, 3 came"):
+        layer.stats()
+    reports[layer.weights.device].zero_()
+    assert layer.stats()["ids_out_of_range"] == 0

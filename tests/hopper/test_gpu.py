@@ -30,10 +30,9 @@ from tests.hopper.gpu_layers import (
     BF16,
     EXPERTS,
     FINE,
-    FINE_FP8,
     FLOAT,
     FP8,
-    TOKEN,
+    MAIN,
     TOP_K,
     WIDE,
     Shape,
@@ -43,15 +42,17 @@ from tests.hopper.gpu_layers import (
     jobs,
     make,
     pairwise,
-    poison,
     run,
     warm,
 )
 from tests.support.cases import BF16_TOLERANCE, Case, assert_close, assert_same_bits, random_case
+from tests.support.poison import nan_in_new_memory, poison
 from tests.support.warming import once_a_session
 from tests.triton.support import LIMIT, call_of, expected, weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from foldmoe.backends.hopper.layer import HopperLayer
 
 _MISSING = HopperBackend().unavailable(resolve("cuda" if torch.cuda.is_available() else "cpu"))
@@ -59,6 +60,7 @@ _MISSING = HopperBackend().unavailable(resolve("cuda" if torch.cuda.is_available
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(_MISSING is not None, reason=f"NOT CHECKED: the Hopper backend {_MISSING}"),
+    pytest.mark.filterwarnings("ignore:.*deterministic"),
 ]
 
 
@@ -70,7 +72,13 @@ def _warm(request: pytest.FixtureRequest) -> None:
     once_a_session("hopper", warm, [job for job in jobs() if f"[{job[0]}-" in names or f"[{job[0]}]" in names])
 
 
-@pytest.mark.parametrize(("shape", "tokens", "routing"), list(pairwise()), ids=str)
+@pytest.fixture(autouse=True)
+def _nan() -> Iterator[None]:
+    with nan_in_new_memory():
+        yield
+
+
+@pytest.mark.parametrize(("shape", "tokens", "routing"), pairwise(), ids=str)
 def test_pairwise(shape: Shape, tokens: int, routing: str) -> None:
     layer = gpu_layer(shape)
     case = case_of(shape, tokens, routing)
@@ -128,7 +136,7 @@ def part(case: Case, rows: torch.Tensor) -> Case:
     return replace(case, x=case.x[rows], topk_ids=case.topk_ids[rows], topk_weights=case.topk_weights[rows])
 
 
-@pytest.mark.parametrize("shape", [WIDE, FINE, TOKEN, FP8, FINE_FP8, BF16], ids=str)
+@pytest.mark.parametrize("shape", MAIN, ids=str)
 def test_same_token_same_bits(shape: Shape) -> None:
     """200 calls: where a slot was given back before its last scales were read, one call in 60 differed (FINE_FP8)."""
     layer = gpu_layer(shape)
@@ -154,7 +162,7 @@ def test_dual_streams_give_the_folded_bits(shape: Shape) -> None:
         assert_same_bits(run(dual, case), want, f"call {turn}")
 
 
-def test_two_streams_at_once() -> None:
+def test_case_67_two_streams_at_once() -> None:
     layers = [gpu_layer(WIDE), gpu_layer(FINE)]
     cases = [random_case(129, TOP_K, EXPERTS, s.hidden, seed=i).to("cuda") for i, s in enumerate((WIDE, FINE))]
     wanted = [run(layer, case) for layer, case in zip(layers, cases, strict=True)]
@@ -169,14 +177,15 @@ def test_two_streams_at_once() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("shape", [WIDE, FP8, BF16], ids=str)
-def test_graph_with_padding_rows_gives_eager_bits(shape: Shape) -> None:
+@pytest.mark.parametrize("tokens", [8, 65])
+@pytest.mark.parametrize("shape", MAIN, ids=str)
+def test_graph_with_padding_rows_gives_eager_bits(shape: Shape, tokens: int) -> None:
     layer = gpu_layer(shape)
-    case = random_case(8, TOP_K, EXPERTS, shape.hidden).to("cuda")
+    case = random_case(tokens, TOP_K, EXPERTS, shape.hidden).to("cuda")
     x, ids, gates = (t.clone() for t in case.args)
     bounds = {
-        "num_valid_tokens": torch.tensor([8], dtype=torch.int32, device="cuda"),
-        "shared_rows": torch.tensor([0, 8], dtype=torch.int32, device="cuda"),
+        "num_valid_tokens": torch.tensor([tokens], dtype=torch.int32, device="cuda"),
+        "shared_rows": torch.tensor([0, tokens], dtype=torch.int32, device="cuda"),
     }
     layer(x, ids, gates, **bounds)
     graph = torch.cuda.CUDAGraph()
@@ -184,7 +193,7 @@ def test_graph_with_padding_rows_gives_eager_bits(shape: Shape) -> None:
         first = layer(x, ids, gates, **bounds)
         y = layer(x, ids, gates, **bounds)  # a second layer takes the first one's scratch memory
     run(layer, random_case(1000, TOP_K, EXPERTS, shape.hidden).to("cuda"))  # scratch memory grows
-    for live in (3, 8, 1, 0):
+    for live in (3, tokens, 1, 0):
         x.copy_(case.x)
         x[live:] = torch.nan
         gates[live:] = torch.nan
@@ -279,6 +288,7 @@ def test_unpack_gives_the_stored_bits(shape: Shape) -> None:
 
 def test_a_layer_of_real_size_is_packed_in_time_and_place() -> None:
     """V4-Flash's 3.4 GB in under 2 s (the fastest of three: others share the host), with under 5 % more at the peak."""
+    torch.use_deterministic_algorithms(False)  # its kernels for indexed writes sort first: slower, with more memory
     spec = SHAPES["A"].spec
     assert spec.shared
     generator, took = torch.Generator("cuda").manual_seed(0), []

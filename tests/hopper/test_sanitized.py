@@ -71,7 +71,12 @@ def test_nothing_reported_is_nothing():
     assert sanitized.hazards("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n") == ({}, [])
 
 
-RAN = "".join(f"{pair} {kind} {tokens} 0.5\n" for pair, kind in sanitized.PAIRS for tokens in (3, 65))
+RAN = "".join(
+    f"{backend} {pair} {kind} {tokens} 0.5\n"
+    for backend, pairs in (("hopper", sanitized.PAIRS), ("triton", [sanitized.TRITON_PAIR]))
+    for pair, kind in pairs
+    for tokens in sanitized.TOKENS
+)
 ENDED = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
 
 
@@ -84,6 +89,7 @@ ENDED = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n
         ("racecheck", RAN + ENDED, 1),  # a hazard that was not understood
         ("racecheck", RAN[:40] + ENDED, 1),
         ("racecheck", "", 1),
+        ("memcheck", RAN[: RAN.index("triton")] + "========= ERROR SUMMARY: 0 errors\n", 1),
         ("memcheck", RAN + "========= ERROR SUMMARY: 0 errors\n", 0),
         ("memcheck", RAN + "========= ERROR SUMMARY: 7 errors\n", 1),
     ],
@@ -98,10 +104,13 @@ def test_the_command_fails_on_anything_else_and_where_layers_did_not_run(
 ):
     (tmp_path / "said").write_text(said)
     sanitizer = tmp_path / "compute-sanitizer"
-    sanitizer.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
+    sanitizer.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {tmp_path}/said\n')
     sanitizer.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert sanitized.main(tool) == code
+    asked = (tmp_path / "asked").read_text()
+    assert f"--tool {tool} " in asked
+    assert ("kns=folded_moe" in asked) == (tool == "racecheck")  # memcheck watches every kernel
     printed = capsys.readouterr().out
     assert ("Race reported" in printed) == (block(STORE, STORE) in said)
     assert "layers ran" in printed

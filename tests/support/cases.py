@@ -162,7 +162,8 @@ def cases(
 ) -> Iterator[Case]:
     """Every kind of routing and input that a layer must survive; names are stable, for use as test ids.
 
-    Padding rows hold NaN in x and in every weight. Absent routes (-1) carry NaN weights.
+    Padding rows hold NaN in x and in every weight. Absent routes (-1) carry NaN weights. Where half the experts are
+    empty, those are the odd ones; ids repeat where the even ones are fewer than ``top_k``.
     """
     base = random_case(tokens, top_k, experts, hidden, dtype=dtype, id_dtype=id_dtype, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -172,6 +173,8 @@ def cases(
     valid = tokens - tokens // 3
     padding = torch.arange(tokens) >= valid
     gate = torch.rand(tokens, generator=generator)
+    half = (experts + 1) // 2
+    even = 2 * torch.rand(tokens, half, generator=generator).argsort(dim=-1)[:, torch.arange(top_k) % half].to(id_dtype)
 
     def unroute(mask: Tensor) -> dict[str, Tensor]:
         return {"topk_ids": ids.masked_fill(mask, -1), "topk_weights": weights.masked_fill(mask, torch.nan)}
@@ -182,6 +185,7 @@ def cases(
 
     yield base
     yield replace(base, name="expert_without_tokens", topk_ids=ids.masked_fill(ids == hole, neighbour))
+    yield replace(base, name="half_experts_empty", topk_ids=even)
     yield replace(base, name="all_on_one_expert", **unroute(not_first) | {"topk_ids": last_only})
     yield replace(base, name="absent_ids", **unroute(absent))
     yield replace(base, name="rows_without_routes", **unroute(every_other[:, None].expand(-1, top_k)))

@@ -1,13 +1,12 @@
 """On a real GPU: a pairwise set over formats, widths, batch sizes and routings; equal bits; graphs, streams, offsets.
 
-Compiling is most of the time: formats come with two pairs of widths each, and all that the pairwise set needs is
-compiled by several processes at once before the first test.
+Compiling is most of the time: all that the pairwise set needs is compiled by several processes at once before the first
+test.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,87 +14,58 @@ import torch
 
 pytest.importorskip("triton")
 
-from foldmoe.backends.base import Call
+from foldmoe.backends.base import Call, PackedLayer
+from foldmoe.backends.triton.rank_routes import rank_routes
 from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.moe import ExpertWeights
 from foldmoe.runtime import workspace
-from tests.support.cases import CASE_NAMES, Case, assert_close, get_case, random_case
+from tests.support.cases import Case, assert_close, get_case, random_case
+from tests.support.poison import nan_in_new_memory, poison
 from tests.support.warming import once_a_session
-from tests.triton.support import PAIRS, TOLERANCE, call_of, expected, pack, weights
+from tests.triton.gpu_layers import (
+    EXPERTS,
+    HIDDEN,
+    MAIN,
+    TOP_K,
+    Layer,
+    gpu_layer,
+    gpu_weights,
+    jobs,
+    pairwise,
+    warm,
+)
+from tests.triton.rank_cases import FIRST, HELD, calls, same
+from tests.triton.support import TOLERANCE, call_of, expected, pack, weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from foldmoe.backends.triton.layer import TritonLayer
-
-pytestmark = pytest.mark.gpu
-
-EXPERTS, TOP_K, HIDDEN = 8, 3, 512
-TOKENS = (0, 1, 2, 3, 7, 8, 17, 64, 65, 129, 1000, 8192)
-WIDTHS = ((64, 192), (288, 320), (2048, 2048), (2304, 64), (192, 3072), (3072, 288), (320, 2304))
-"""(routed, shared)"""
-
-
-def pairwise() -> Iterator[tuple[str, str, tuple[int, int], int, str]]:
-    """Every format pair meets every batch size; widths, precisions and routings turn at different speeds."""
-    routings = [name for name in CASE_NAMES if name != "no_tokens"]
-    n = 0
-    for i, pair in enumerate(PAIRS):
-        for j, tokens in enumerate(TOKENS):
-            widths = WIDTHS[(i + j // 6) % len(WIDTHS)]
-            yield pair, ("bf16", "fp8")[(i + j // 6) % 2], widths, tokens, routings[n % len(routings)]
-            n += 1
-
-
-@cache
-def gpu_weights(pair: str, widths: tuple[int, int]) -> tuple[ExpertWeights, ExpertWeights]:
-    return weights(pair, EXPERTS, *widths, HIDDEN, device="cuda")
-
-
-@cache
-def gpu_layer(pair: str, activations: str, widths: tuple[int, int]) -> TritonLayer:
-    return pack(*gpu_weights(pair, widths), activations)
-
-
-def warm(job: tuple[str, str, tuple[int, int], tuple[int, ...]]) -> None:
-    """Fill Triton's cache on disk for one layer; runs in a process of its own."""
-    pair, activations, widths, batches = job
-    layer = gpu_layer(pair, activations, widths)
-    for tokens in batches:
-        case = random_case(tokens, TOP_K, EXPERTS, HIDDEN).to("cuda")
-        for folded in (True, False):
-            layer.forward(call_of(case), folded=folded)
-    torch.cuda.synchronize()
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic")]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm(request: pytest.FixtureRequest) -> None:
-    if sum(item.name.startswith("test_pairwise") for item in request.session.items) < 20:
-        return
-    jobs: dict[tuple[str, str, tuple[int, int]], set[int]] = {}
-    for pair, activations, widths, tokens, _ in pairwise():
-        jobs.setdefault((pair, activations, widths), set()).add(tokens)
-    once_a_session("triton", warm, [(*key, tuple(sorted(batches - {0}))) for key, batches in jobs.items()])
+    if sum(item.name.startswith("test_pairwise") for item in request.session.items) >= 20:
+        once_a_session("triton", warm, jobs())
 
 
-def poison() -> None:
-    """NaN in the scratch memory that the next call takes, and in memory that its output may get."""
-    for held in workspace._held.values():
-        held.memory.fill_(255)
-    torch.full((2**24,), torch.nan, device="cuda")
+@pytest.fixture(autouse=True)
+def _nan() -> Iterator[None]:
+    with nan_in_new_memory():
+        yield
 
 
-@pytest.mark.parametrize(("pair", "activations", "widths", "tokens", "routing"), list(pairwise()))
-def test_pairwise(pair: str, activations: str, widths: tuple[int, int], tokens: int, routing: str) -> None:
-    layer = gpu_layer(pair, activations, widths)
-    case = get_case(routing, tokens, TOP_K, EXPERTS, HIDDEN, id_dtype=torch.int32 if tokens % 2 else torch.int64).to(
-        "cuda"
-    )
+@pytest.mark.parametrize(("layer", "tokens", "routing"), pairwise(), ids=str)
+def test_pairwise(layer: Layer, tokens: int, routing: str) -> None:
+    dtype = torch.int32 if tokens % 2 else torch.int64
+    case = get_case(routing, tokens, TOP_K, EXPERTS, HIDDEN, id_dtype=dtype).to("cuda")
+    packed = gpu_layer(*layer)
     poison()
-    folded = layer.forward(call_of(case), folded=True)
-    assert_close(folded, expected(case, *gpu_weights(pair, widths), activations), TOLERANCE[activations])
+    folded = packed.forward(call_of(case), folded=True)
+    want = expected(case, *gpu_weights(layer.pair, layer.widths), layer.activations)
+    assert_close(folded, want, TOLERANCE[layer.activations])
     poison()
-    assert torch.equal(folded, layer.forward(call_of(case), folded=False))
+    assert torch.equal(folded, packed.forward(call_of(case), folded=False))
 
 
 @pytest.mark.parametrize("pair", ["mxfp4-fp8", "bf16-bf16"])
@@ -106,16 +76,18 @@ def test_one_scale_a_token(pair: str) -> None:
     assert_close(y, expected(case, *gpu_weights(pair, widths), "fp8_token"), TOLERANCE["fp8_token"])
 
 
+def test_routes_of_one_rank() -> None:
+    for (call, slot), (same_call, _) in zip(calls("cuda"), calls("cpu"), strict=True):
+        same(rank_routes(call, FIRST, HELD, slot), PackedLayer._rank_routes(None, same_call, FIRST, HELD, slot))
+
+
 def part(case: Case, rows: torch.Tensor) -> Case:
     return replace(case, x=case.x[rows], topk_ids=case.topk_ids[rows], topk_weights=case.topk_weights[rows])
 
 
-BITS = [("mxfp4-fp8_e8m0", "fp8"), ("mxfp4-mxfp4", "bf16"), ("fp8-fp8", "fp8"), ("bf16-bf16", "bf16")]
-
-
-@pytest.mark.parametrize(("pair", "activations"), BITS)
-def test_same_token_same_bits(pair: str, activations: str) -> None:
-    layer = gpu_layer(pair, activations, (2048, 2048))
+@pytest.mark.parametrize("chosen", MAIN, ids=str)
+def test_same_token_same_bits(chosen: Layer) -> None:
+    layer = gpu_layer(*chosen)
     case = random_case(8192, TOP_K, EXPERTS, HIDDEN).to("cuda")
     whole = layer.forward(call_of(case), folded=True)
     order = torch.randperm(8192, device="cuda")
@@ -123,11 +95,11 @@ def test_same_token_same_bits(pair: str, activations: str) -> None:
     for count in (1, 2, 17, 33, 64, 129, 1000):
         rows = order[:count]
         assert torch.equal(layer.forward(call_of(part(case, rows)), folded=True), whole[rows]), f"batch of {count}"
-    for _ in range(20):
-        assert torch.equal(layer.forward(call_of(case), folded=True), whole)
+    for turn in range(100):
+        assert torch.equal(layer.forward(call_of(case), folded=True), whole), f"call {turn}"
 
 
-def test_two_streams_at_once() -> None:
+def test_case_67_two_streams_at_once() -> None:
     layers = [gpu_layer("mxfp4-fp8_e8m0", "fp8", (2048, 2048)), gpu_layer("fp8-fp8", "fp8", (2048, 2048))]
     cases = [random_case(129, TOP_K, EXPERTS, HIDDEN, seed=seed).to("cuda") for seed in (1, 2)]
     wanted = [layer.forward(call_of(case), folded=True) for layer, case in zip(layers, cases, strict=True)]
@@ -150,19 +122,21 @@ def test_dual_streams_agree_with_folded() -> None:
     assert_close(y, layer.forward(call_of(case), folded=True).double(), 6e-3)
 
 
-def test_graph_with_padding_rows_gives_eager_bits() -> None:
-    layer = gpu_layer("mxfp4-fp8_e8m0", "fp8", (2048, 2048))
-    case = random_case(8, TOP_K, EXPERTS, HIDDEN).to("cuda")
+@pytest.mark.parametrize("tokens", [8, 65])
+@pytest.mark.parametrize("chosen", [MAIN[0], MAIN[5], MAIN[6]], ids=str)
+def test_graph_with_padding_rows_gives_eager_bits(chosen: Layer, tokens: int) -> None:
+    layer = gpu_layer(*chosen)
+    case = random_case(tokens, TOP_K, EXPERTS, HIDDEN).to("cuda")
     x, ids, gates = (t.clone() for t in case.args)
-    valid = torch.tensor([8], dtype=torch.int32, device="cuda")
-    rows = torch.tensor([0, 8], dtype=torch.int32, device="cuda")
+    valid = torch.tensor([tokens], dtype=torch.int32, device="cuda")
+    rows = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
     call = Call(x, ids, gates, num_valid_tokens=valid, shared_rows=rows)
     layer.forward(call, folded=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = layer.forward(call, folded=True)
     layer.forward(call_of(random_case(1000, TOP_K, EXPERTS, HIDDEN).to("cuda")), folded=True)  # scratch memory grows
-    for live in (3, 8, 1, 0):
+    for live in (3, tokens, 1, 0):
         x.copy_(case.x)
         x[live:] = torch.nan
         gates[live:] = torch.nan
@@ -179,7 +153,7 @@ def test_graph_with_padding_rows_gives_eager_bits() -> None:
 
 
 def test_a_compile_during_capture_is_refused() -> None:
-    layer = gpu_layer("mxfp8-fp8", "fp8", (96, 96))
+    layer = gpu_layer("fp8_32-fp8_32", "fp8", (96, 96))  # formats that no other test here compiles
     case = random_case(4, TOP_K, EXPERTS, HIDDEN).to("cuda")
     with pytest.raises(RuntimeError, match="warm up first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         layer.forward(call_of(case), folded=True)
@@ -209,13 +183,23 @@ def test_skew(routing: str) -> None:
 
 
 def test_offsets_past_2_31() -> None:
-    """74,899 tokens x top-7 x 2I = 2**31 + ..; H is small so that the slots fit."""
-    tokens, top_k, width, hidden = 74_899, 7, 2048, 64
+    """Element offsets, in 13 GB of scratch memory; each buffer's last rows lie past 2**31 = 2,147,483,648.
+
+    Hidden vectors (bf16): 75,000 tokens x top-7 = 525,000 routes x I = 4096 are 2,150,400,000, the last 712 of the last
+    expert's past it. Slots (float32): (525,000 + 75,000) x H = 3584 are 2,150,400,000 too, the shared ones of the last
+    813 tokens past it.
+    """
+    tokens, top_k, width, hidden = 75_000, 7, 4096, 3584
+    assert tokens * top_k * width > 2**31
+    assert tokens * (top_k + 1) * hidden > 2**31
+    if torch.cuda.mem_get_info()[0] < 18 * 2**30:
+        pytest.skip("needs 18 GiB of free GPU memory")
     stored = weights("mxfp4-fp8_e8m0", EXPERTS, width, 64, hidden, device="cuda")
     layer = pack(stored[0], stored[1], "fp8")
     case = random_case(tokens, top_k, EXPERTS, hidden).to("cuda")
     y = layer.forward(call_of(case), folded=True)
-    rows = torch.tensor([0, 1, tokens // 2, tokens - 2, tokens - 1], device="cuda")
+    last = (case.topk_ids == EXPERTS - 1).any(dim=-1).nonzero()[-3:, 0]  # their hidden vectors are the very last
+    rows = torch.cat([torch.tensor([0, 1, tokens // 2, tokens - 700, tokens - 2, tokens - 1], device="cuda"), last])
     few = part(case, rows)
     assert torch.equal(layer.forward(call_of(few), folded=True), y[rows])
     assert_close(y[rows], expected(few, *stored, "fp8"), TOLERANCE["fp8"])
