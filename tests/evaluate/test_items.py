@@ -8,7 +8,7 @@ import pytest
 
 from foldmoe.evaluate import items
 from foldmoe.evaluate.items import Item
-from foldmoe.evaluate.skills import evaluation_items
+from foldmoe.evaluate.skills import evaluation_items, grouped_items
 
 
 @pytest.mark.parametrize("task", ["needle", "arithmetic"])
@@ -56,6 +56,15 @@ def test_the_grid_asks_every_length_and_depth_before_any_twice() -> None:
     assert cells[:20] == cells[20:]
     assert found[:7] == items.needle_grid(7, 2026)
     assert len({item.prompt for _, item in found}) == 40
+
+
+@pytest.mark.parametrize("task", ["needle", "arithmetic"])
+def test_a_seed_has_items_of_its_own_and_the_usual_ones_are_those_of_2026(task: str) -> None:
+    usual, other = grouped_items(task, 20), grouped_items(task, 20, 7)
+    assert usual == grouped_items(task, 20, 2026)
+    assert not {item.prompt for _, item in usual} & {item.prompt for _, item in other}
+    assert [cell for cell, _ in usual] == [cell for cell, _ in other]
+    assert all(items.is_held_out(item.prompt) for _, item in other)
 
 
 def test_the_grid_puts_the_key_where_it_says() -> None:

@@ -129,6 +129,15 @@ def test_layer_errors_come_first_and_the_cost_of_lower_precision_shows() -> None
     assert "native against serial: " in shown
 
 
+@pytest.mark.filterwarnings("error")
+def test_one_item_is_said_to_be_one_and_has_no_error_bar() -> None:
+    pytest.importorskip("scipy")
+    shown = printed(result(serial=replies("stop"), native=replies("stop")))
+    assert "100.0%, one item" in shown
+    assert "nan" not in shown
+    assert "100.0% ± 0.0%" in printed(result(serial=replies("stop", "stop")))
+
+
 def test_parts_of_a_task_that_fail_are_named() -> None:
     samples = tuple(
         Sample(i, f"h{i}", {"strict-match": float(i > 0)}, "t", "stop", group="512 tokens at 50%") for i in range(4)

@@ -54,6 +54,25 @@ def test_few_flips_get_exact_bounds() -> None:
     assert pair(0, 0, 200).interval == pytest.approx((-bound, bound))
 
 
+@pytest.mark.parametrize(("lost", "won"), [(0, 0), (1, 0), (5, 4), (0, 9)])
+def test_exact_bounds_are_those_of_both_shares(lost: int, won: int) -> None:
+    """Clopper and Pearson's bounds of a share are quantiles of beta distributions, here computed as such."""
+    from scipy.stats import beta
+
+    tail, n = 0.0125, 60
+    low = [beta.ppf(tail, k, n - k + 1) if k else 0.0 for k in (lost, won)]
+    high = [beta.ppf(1 - tail, k + 1, n - k) for k in (lost, won)]
+    assert pair(lost, won, n).interval == pytest.approx((low[1] - high[0], high[1] - low[0]))
+
+
+def test_items_that_lost_a_little_are_not_bounded_as_if_they_had_lost_all() -> None:
+    """Nine items of 12 lose a hundredth each: the difference is -0.0075, and the interval must hold it."""
+    found = paired(task([0.99] * 9 + [1.0] * 3), task([1.0] * 12), "strict-match")
+    assert found.difference == pytest.approx(-0.0075)
+    assert found.interval is not None
+    assert found.interval[0] < found.difference < found.interval[1]
+
+
 @pytest.mark.parametrize(("lost", "won"), [(30, 20), (12, 0), (0, 12), (200, 0)])
 def test_many_flips_have_an_interval_around_the_difference(lost: int, won: int) -> None:
     found = pair(lost, won, 200)
@@ -94,6 +113,7 @@ def test_without_scipy_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(statistics, "_scipy", lambda: None)
     found = pair(30, 5, 200)
     assert (found.p, found.interval) == (None, None)
+    assert standard_error([1.0, 0.0]) is None
     assert found.verdict() == "not judged: needs scipy"
     assert score_interval([1.0, 0.0]) is None
 
@@ -112,7 +132,13 @@ def test_alike_counts_texts_not_scores() -> None:
 
 def test_standard_error_is_of_the_sample() -> None:
     assert standard_error([1.0, 0.0, 1.0, 0.0]) == pytest.approx(math.sqrt((4 * 0.25 / 3) / 4))
-    assert math.isnan(standard_error([1.0]))
+    assert standard_error([0.5, 0.25]) == pytest.approx(0.125)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_score_has_no_standard_error() -> None:
+    assert standard_error([1.0]) is None
+    assert standard_error([]) is None
 
 
 def test_score_intervals_stay_inside_zero_and_one() -> None:
@@ -120,3 +146,9 @@ def test_score_intervals_stay_inside_zero_and_one() -> None:
     assert 0.8 < low < high <= 1.0
     low, high = score_interval([0.25, 0.5, 0.75]) or (0.0, 0.0)
     assert low < 0.5 < high
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scores", [[0.5], [0.5, 0.5, 0.5]])
+def test_partial_credit_without_spread_has_no_interval(scores: list[float]) -> None:
+    assert score_interval(scores) is None

@@ -77,6 +77,17 @@ ARMS: dict[str, Arm] = {
 """By name. ``serial`` is what the others are compared with."""
 
 
+SERVED: dict[str, FusionPolicy] = {
+    **{name: arm.policy for name, arm in ARMS.items() if arm.policy},
+    "auto": FusionPolicy(),
+    "dual": FusionPolicy("dual"),
+    "off": FusionPolicy("off"),
+    "folded": FusionPolicy("native"),
+    "dual-stream": FusionPolicy("dual"),
+}
+"""What the name of a served arm stands for: arms in process, values of ``FOLDMOE_FOLD``, arms of ``bench serve``."""
+
+
 def resolved(model: Any) -> str:
     """What a model's layers really run, read from the layers: "native on torch 5/5", or that they are not ours."""
     from foldmoe.integrations.transformers import FoldedBlock
@@ -91,15 +102,12 @@ def resolved(model: Any) -> str:
     return "; ".join(f"{kind} {count}/{len(layers)}" for kind, count in kinds.items())
 
 
-def layer_errors(path: str | Path, arm: str, device: torch.device) -> tuple[LayerError, ...]:
-    """Every layer of an arm on random bf16 input; empty where its layers are not ours.
+def layer_errors(path: str | Path, policy: FusionPolicy, device: torch.device) -> tuple[LayerError, ...]:
+    """Every layer of a checkpoint on random bf16 input, run as the policy says.
 
     Raises:
         CheckpointError: a checkpoint that cannot be read.
     """
-    policy = ARMS[arm].policy
-    if policy is None:
-        return ()
     return tuple(
         LayerError(check.layer, check.how, check.folded, check.agreement, check.tolerance, check.problems)
         for check in verify(path, policy=policy, device=device, dtype=torch.bfloat16)

@@ -103,6 +103,8 @@ class Harness:
         facts: dict[str, Any] = {"tokenizer": tokenizer} if tokenizer else {}
         if self.request.lengths:
             facts["max_seq_lengths"] = list(self.request.lengths)
+        if Path(name).stem.startswith(_OURS):
+            facts["seed"] = self.request.seed  # chooses the items; foreign tasks may not know the word
         own = name.startswith(_OURS) or Path(name).is_file()
         self.manager = manager = _manager(own, json.dumps(facts))
         if not own and name not in manager.all_tasks:

@@ -11,6 +11,9 @@ from foldmoe.evaluate.presets import PRESETS
 MARGIN = 0.03
 """A difference within this share of the items counts as equal, unless another is asked for."""
 
+SEED = 2026
+"""Of what is asked, unless another is asked for."""
+
 OWN_TASKS = ("needle", "arithmetic")
 """Asked in process without lm-eval; all other names are lm-eval's."""
 
@@ -28,7 +31,8 @@ class Request:
         tasks: :data:`OWN_TASKS`, or names of lm-eval and files of its format.
         preset: of :data:`foldmoe.evaluate.presets.PRESETS`; sets tasks and protocol.
         items: of each task, and of each length of RULER's tasks, at most; None: all, 200 of our own.
-        seed: of sampling, shuffles and few-shot examples.
+        seed: of the items of :data:`OWN_TASKS` and their ``foldmoe_`` namesakes; for lm-eval of sampling, shuffles and
+            few-shot examples too. The choices of our multiple-choice tasks have an order of their own.
         max_tokens: new tokens an answer; None: the task's own limit.
         shots: examples before the question; None: the task's own number.
         chat: ask through the chat template, few-shot examples as turns.
@@ -48,7 +52,7 @@ class Request:
     tasks: tuple[str, ...] = OWN_TASKS
     preset: str | None = None
     items: int | None = None
-    seed: int = 123
+    seed: int = SEED
     max_tokens: int | None = None
     shots: int | None = None
     chat: bool = False

@@ -135,7 +135,8 @@ class ArmResult:
         arm: what was asked for.
         resolved: what ran, read from the model or the server itself; empty where it does not say.
         tasks: by name.
-        layers: empty where the arm's layers are not ours, or the checkpoint is not at hand.
+        layers: empty where the arm's layers are not ours, or the checkpoint is not at hand. Of a served arm they were
+            computed beside the server, from the same checkpoint.
         server: what a served arm says about itself (URL, model, version).
     """
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from foldmoe.checkpoint import CheckpointError
 from foldmoe.evaluate import harness as lm_eval_harness
 from foldmoe.evaluate import server, skills
-from foldmoe.evaluate.arms import ARMS, layer_errors, resolved
+from foldmoe.evaluate.arms import ARMS, SERVED, layer_errors, resolved
 from foldmoe.evaluate.result import ArmResult, EvalResult, LayerError, TaskResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from foldmoe.evaluate.request import Request
+    from foldmoe.planner import FusionPolicy
 
 _OWN_ITEMS = 200
 
@@ -59,13 +62,14 @@ def run(
         harness = lm_eval_harness.Harness(request)
         done(1)
     arms = [_in_process(request, arm, harness, steps) for arm in request.arms]
-    arms += [_served(request, arm, facts, harness, steps, states or {}) for arm, facts in servers.items()]
+    layers = _ServedLayers(request, steps)
+    arms += [_served(request, arm, facts, harness, steps, states or {}, layers) for arm, facts in servers.items()]
     names = [arm.arm for arm in arms]
     baseline = next((name for name in ("serial", "stock") if name in names), names[0])
     source = Path(request.checkpoint or skills.TINY_V4).name
     if not request.checkpoint and servers:
         source = next(iter(servers.values()))["model"]
-    notes = tuple(dict.fromkeys(harness.notes)) if harness else ()
+    notes = (*layers.notes, *(dict.fromkeys(harness.notes) if harness else ()))
     return EvalResult(source, request, baseline, tuple(arms), asked_by, dict(versions or {}), notes)
 
 
@@ -73,8 +77,8 @@ def _in_process(request: Request, arm: str, harness: lm_eval_harness.Harness | N
     from transformers import AutoTokenizer
 
     path = Path(request.checkpoint or skills.TINY_V4)
-    device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    layers = _layers(path, arm, device, steps)
+    device, policy = _device(request), ARMS[arm].policy
+    layers = _layers(path, arm, policy, device, steps) if policy else ()
     torch.manual_seed(request.seed)
     model = ARMS[arm].build(path, device)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -92,16 +96,71 @@ def _in_process(request: Request, arm: str, harness: lm_eval_harness.Harness | N
 def _ask(request: Request, arm: str, task: str, model: Any, tokenizer: Any, steps: Steps) -> TaskResult:
     count = request.items or _OWN_ITEMS
     done = steps.step(f"{arm}: {task}", count)
-    return skills.ask(model, tokenizer, task, count, token_limit=request.max_tokens, batch=request.batch, progress=done)
+    return skills.ask(
+        model,
+        tokenizer,
+        task,
+        count,
+        seed=request.seed,
+        token_limit=request.max_tokens,
+        batch=request.batch,
+        progress=done,
+    )
 
 
-def _layers(path: Path, arm: str, device: torch.device, steps: Steps) -> tuple[LayerError, ...]:
-    if ARMS[arm].policy is None:
-        return ()
+def _device(request: Request) -> torch.device:
+    return torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _layers(path: Path, arm: str, policy: FusionPolicy, device: torch.device, steps: Steps) -> tuple[LayerError, ...]:
     done = steps.step(f"{arm}: layers", 1)
-    errors = layer_errors(path, arm, device)
+    errors = layer_errors(path, policy, device)
     done(1)
     return errors
+
+
+@dataclass
+class _ServedLayers:
+    """The layers of served arms, computed here from the checkpoint: a server shows its answers, not its layers."""
+
+    request: Request
+    steps: Steps
+    computed: list[str] = field(default_factory=list)
+    refused: dict[str, list[str]] = field(default_factory=dict)
+
+    def of(self, arm: str) -> tuple[LayerError, ...]:
+        """Empty with a reason among the notes where they cannot be had."""
+        errors, reason = self._compute(arm)
+        if reason:
+            self.refused.setdefault(reason, []).append(arm)
+        else:
+            self.computed.append(arm)
+        return errors
+
+    def _compute(self, arm: str) -> tuple[tuple[LayerError, ...], str]:
+        named, policy, device = self.request.checkpoint, SERVED.get(arm), _device(self.request)
+        if policy is None:
+            return (), f"this name stands for no policy of ours; names that do are {', '.join(SERVED)}"
+        if named is None or not Path(named).is_dir():
+            found = f"{named} is no folder here" if named else "no checkpoint was named"
+            return (), f"{found}; expected the folder that is served, as in foldmoe eval FOLDER --server ARM=URL"
+        try:
+            errors = _layers(Path(named), arm, policy, device, self.steps)
+        except CheckpointError as error:  # a tokenizer's folder is enough to ask a server
+            return (), str(error)
+        except torch.cuda.OutOfMemoryError:
+            return (), f"{device} has no room for them beside what runs there; --device cpu computes them on the CPU"
+        return errors, "" if errors else f"{named} has no MoE layer in a format that is read here"
+
+    @property
+    def notes(self) -> list[str]:
+        lines = [f"no layer errors of {', '.join(arms)}: {reason}" for reason, arms in self.refused.items()]
+        if self.computed:
+            lines.append(
+                f"layer errors of {', '.join(self.computed)} were computed here, on {_device(self.request)}, from the "
+                "checkpoint with the policy that the name stands for; not by the server"
+            )
+        return lines
 
 
 def _served(
@@ -111,8 +170,10 @@ def _served(
     harness: lm_eval_harness.Harness | None,
     steps: Steps,
     states: Mapping[str, str],
+    layers: _ServedLayers,
 ) -> ArmResult:
     assert harness is not None  # a request with servers has tasks of lm-eval
+    errors = layers.of(arm)
     done = steps.step(f"{arm}: {', '.join(request.tasks)}", harness.answers)
     tasks = harness.ask_server(arm, facts, done)
-    return ArmResult(arm, states.get(arm, ""), tasks, server=facts)
+    return ArmResult(arm, states.get(arm, ""), tasks, errors, facts)

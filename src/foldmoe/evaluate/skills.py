@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from foldmoe.evaluate import items
 from foldmoe.evaluate.generation import generate
+from foldmoe.evaluate.request import SEED
 from foldmoe.evaluate.result import Sample, TaskResult
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 TINY_V4 = Path(__file__).parents[1] / "assets" / "tiny-v4"
 """The trained checkpoint in DeepSeek-V4's stored format that comes with the package."""
 
-SEED = 2026
 LONGEST_ANSWER = {"needle": 10, "arithmetic": 36}
 """Tokens; a little more than the longest right answer needs."""
 
@@ -109,11 +109,11 @@ SKILLS = {
 }
 
 
-def grouped_items(task: str, count: int) -> list[tuple[str, Item]]:
+def grouped_items(task: str, count: int, seed: int = SEED) -> list[tuple[str, Item]]:
     """``count`` items of a skill with the part of the task that they belong to: the needle's length and depth."""
     if task == "needle":
-        return items.needle_grid(count, SEED)
-    return [("", item) for item in items.arithmetic_items(count, SEED)]
+        return items.needle_grid(count, seed)
+    return [("", item) for item in items.arithmetic_items(count, seed)]
 
 
 def runs_past_end(text: str, strict: str, which: int = 0) -> bool:
@@ -128,12 +128,13 @@ def ask(
     task: str,
     count: int,
     *,
+    seed: int = SEED,
     token_limit: int | None = None,
     batch: int = 50,
     progress: Callable[[int], None] | None = None,
 ) -> TaskResult:
-    """Greedy answers to ``count`` items of a skill, scored with both filters."""
-    skill, asked = SKILLS[task], grouped_items(task, count)
+    """Greedy answers to ``count`` items of a skill, those of ``seed``, scored with both filters."""
+    skill, asked = SKILLS[task], grouped_items(task, count, seed)
     limit = token_limit or skill.token_limit
     start = time.perf_counter()
     prompts = [item.prompt for _, item in asked]

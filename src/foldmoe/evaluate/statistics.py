@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from foldmoe.evaluate.request import MARGIN
 
 if TYPE_CHECKING:
@@ -27,22 +25,24 @@ _FEW = 10
 """With fewer flips than this a normal approximation does not hold and exact binomial bounds are used."""
 
 
-def standard_error(scores: Sequence[float]) -> float:
-    """Standard error of the mean, from the sample standard deviation; NaN for fewer than two scores."""
-    if len(scores) < 2:
-        return float("nan")
-    return float(np.std(scores, ddof=1) / np.sqrt(len(scores)))
+def standard_error(scores: Sequence[float]) -> float | None:
+    """Standard error of the mean, from the sample's spread; None for fewer than two scores, and without scipy."""
+    stats = _scipy()
+    return None if stats is None or len(scores) < 2 else float(stats.sem(scores))
 
 
 def score_interval(scores: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Interval of the mean: Wilson's for right-or-wrong scores, Student's for others. None without scipy."""
+    """Interval of the mean: Wilson's for right-or-wrong scores, Student's for others, which needs two that differ.
+
+    None where there is none, and without scipy.
+    """
     stats = _scipy()
     if stats is None or not scores:
         return None
     if all(score in (0.0, 1.0) for score in scores):
         found = stats.binomtest(int(sum(scores)), len(scores)).proportion_ci(confidence, method="wilson")
         return float(found.low), float(found.high)
-    return _student(stats, scores, confidence)
+    return _student(stats, scores, confidence) if len(set(scores)) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,13 @@ def _difference_interval(stats: Any, differences: Sequence[float], lost: int, wo
     if lost + won >= _FEW and len(set(differences)) > 1:
         low, high = _student(stats, differences, 0.95)
         return max(low, -1.0), min(high, 1.0)
-    # Both shares at 97.5 % hold together at 95 %; each flip moves the mean by at most one item.
-    low, high = (stats.binomtest(flips, len(differences)).proportion_ci(0.975, method="exact") for flips in (lost, won))
-    return float(high.low - low.high), float(high.high - low.low)
+    # scipy has no interval of the difference of two paired shares. It bounds the share of lost items and that of won
+    # ones; both bounds at 97.5 % hold together at 95 % (Bonferroni), and the difference is won less lost.
+    lose, win = (stats.binomtest(flips, len(differences)).proportion_ci(0.975, method="exact") for flips in (lost, won))
+    if all(difference in (-1.0, 0.0, 1.0) for difference in differences):
+        return float(win.low - lose.high), float(win.high - lose.low)
+    # With partial credit an item moves by any part of one, so that only the far ends hold.
+    return float(-lose.high), float(win.high)
 
 
 def _student(stats: Any, values: Sequence[float], confidence: float) -> tuple[float, float]:

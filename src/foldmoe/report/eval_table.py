@@ -54,7 +54,7 @@ def _layers(result: EvalResult) -> Table:
             continue
         table.add_row(
             arm.arm,
-            arm.resolved,
+            arm.resolved or "not said",
             worst.layer,
             f"{max(layer.reference for layer in arm.layers):.1e}",
             f"{worst.allowed:.0e}",
@@ -83,13 +83,20 @@ def _scores(result: EvalResult, task: str, verdicts: dict[str, ArmVerdict]) -> T
 def _score_cells(found: TaskResult, metric: str, pair: Paired | None, verdict: Verdict | None) -> list[str]:
     score, uncut = found.score(metric), found.score(metric, ended=True)
     cells = [
-        "" if score is None else f"{score:.1%} ± {standard_error(found.scores(metric)):.1%}",
+        "" if score is None else _score(score, found.scores(metric)),
         "none" if uncut is None else f"{uncut:.1%}",
     ]
     if pair is None:
         return [*cells, "", "", "", "baseline"]
     between = "" if pair.interval is None else f"{pair.interval[0]:+.1%} to {pair.interval[1]:+.1%}"
     return [*cells, f"{pair.lost}, {pair.won}", "" if pair.p is None else f"{pair.p:.2g}", between, str(verdict)]
+
+
+def _score(mean: float, scores: list[float]) -> str:
+    error = standard_error(scores)
+    if error is None:
+        return f"{mean:.1%}, one item" if len(scores) == 1 else f"{mean:.1%}"
+    return f"{mean:.1%} ± {error:.1%}"
 
 
 def _endings(result: EvalResult, verdicts: dict[str, ArmVerdict]) -> Table:

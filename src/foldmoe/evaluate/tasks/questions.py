@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 
 from foldmoe.evaluate import skills
+from foldmoe.evaluate.request import SEED
 
 ITEMS = 200
 
@@ -18,10 +19,11 @@ _CHOICES = (
 )
 
 
-def _own(task: str, **_: Any) -> dict[str, Any]:
+def _own(task: str, *, seed: int = SEED, **_: Any) -> dict[str, Any]:
+    """``seed`` is in lm-eval's ``--metadata``, or the request's."""
     docs = [
         {"prompt": item.prompt, "answer": item.answer, "group": group}
-        for group, item in skills.grouped_items(task, ITEMS)
+        for group, item in skills.grouped_items(task, ITEMS, seed)
     ]
     return {"test": datasets.Dataset.from_list(docs)}
 

@@ -104,7 +104,7 @@ def _versus(found: ArmVerdict | None, task: str, metric: str) -> tuple[str, ...]
 
 
 def _interval(bounds: tuple[float, float] | None, sign: str = "") -> str:
-    return "needs scipy" if bounds is None else f"{bounds[0]:{sign}.2%}..{bounds[1]:{sign}.2%}"
+    return "none" if bounds is None else f"{bounds[0]:{sign}.2%}..{bounds[1]:{sign}.2%}"
 
 
 def _broken(task: TaskResult) -> tuple[str, str, str]:
