@@ -27,12 +27,17 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what was found, and what to do where something is missing."""
+    """One line: what was looked at, what was found, and what to do where something is missing.
+
+    Args:
+        broken: what is installed here does not work; a package or a GPU that is merely not there is none of this.
+    """
 
     subject: str
     found: str
     ok: bool
     advice: str = ""
+    broken: bool = False
 
 
 def examine() -> list[Finding]:
@@ -65,7 +70,7 @@ def examine_command(words: list[str]) -> list[Finding]:
 
 
 def _advised(line: advice.Advice) -> Finding:
-    return Finding(line.subject, line.found, line.ok, line.what_to_do)
+    return Finding(line.subject, line.found, line.ok, line.what_to_do, line.broken)
 
 
 def _kernel_cache() -> Finding:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import pytest
+from typer.testing import CliRunner
 
 from foldmoe.bench.serve import arms, ranks
 from foldmoe.bench.serve.arms import ARMS
 from foldmoe.bench.serve.ranks import Rank
+from foldmoe.cli.main import app
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,6 +82,42 @@ def test_refused_layers_do_not_refuse_the_arm_but_a_server_without_any_such_laye
     mixed = rank("native", "mixed", layers=(folded, stock))
     assert ARMS["folded"].refuted([mixed]) == ""
     assert "runs mixed, not folded" in ARMS["folded"].refuted([replace(mixed, layers=(stock, stock))])
+
+
+def _stages(*digests: str) -> list[Rank]:
+    """Two ranks a pipeline stage, each stage with two layers of its own."""
+    made = []
+    for number, digest in enumerate(digests):
+        names = [f"layers.{2 * (number // 2) + n}" for n in range(2)]
+        layers = tuple({"layer": name, "arm": "folded", "reasons": []} for name in names)
+        made.append(rank("native", "folded", rank=number, world_size=len(digests), digest=digest, layers=layers))
+    return made
+
+
+def test_plans_are_compared_among_ranks_with_the_same_layers() -> None:
+    """A digest covers the layers' names: the stages of a pipeline have one each."""
+    assert ARMS["folded"].refuted(_stages("a", "a", "b", "b")) == ""
+    differing = "ranks run different plans: rank 2 b, rank 3 c"
+    assert ARMS["folded"].refuted(_stages("a", "a", "b", "c")) == differing
+
+
+@pytest.mark.parametrize(("digests", "refused"), [("aabb", False), ("aabc", True)])
+def test_eval_compares_the_same_ranks(digests: str, refused: bool, tmp_path: Path) -> None:
+    """It reads the state files before it asks the server, which is not there."""
+    for stage in _stages(*digests):
+        state = {**asdict(stage), "schema": 1, "asked": {"fold": "native"}, "arm": "folded", "arm_run": "folded"}
+        (tmp_path / f"rank-{stage.rank}.json").write_text(json.dumps(state))
+    words = ["eval", "--server", "native=http://localhost:1/v1", "--state-dir", f"native={tmp_path}"]
+    done = CliRunner().invoke(app, [*words, "--tasks", "foldmoe_needle"])
+    assert done.exit_code == 2
+    assert ("run different plans (rank 2 b, rank 3 c)" in done.output) == refused
+    assert ("localhost:1" in done.output) != refused
+
+
+def test_layers_of_all_stages_are_told_each_once_and_in_order() -> None:
+    found = ranks.together(_stages("a", "a", "b", "b"))
+    assert [layer["layer"] for layer in found.layers] == ["layers.0", "layers.1", "layers.2", "layers.3"]
+    assert found.decisions() == ("MoE layers: 4 folded; runs as folded",)
 
 
 def test_the_same_reason_of_many_layers_is_one_line() -> None:

@@ -29,16 +29,18 @@ COMMON: dict[str, Any] = {
 }
 
 
-def glm(folder: Path) -> Path:
+def glm(folder: Path, positions: int = COMMON["max_position_embeddings"]) -> Path:
     """Glm4Moe, a dense layer and a MoE layer of 8 experts, top-2.
 
     One MoE layer: no router follows it, so that rounding cannot change a route (random weights have near ties).
+
+    Args:
+        positions: the longest sequence, in tokens.
     """
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-    config = Glm4MoeConfig(
-        num_hidden_layers=2, num_key_value_heads=2, head_dim=32, n_routed_experts=8, num_experts_per_tok=2, **COMMON
-    )
+    facts = {**COMMON, "max_position_embeddings": positions, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    config = Glm4MoeConfig(head_dim=32, n_routed_experts=8, num_experts_per_tok=2, **facts)
     return _save(Glm4MoeForCausalLM, config, folder)
 
 
@@ -62,6 +64,24 @@ def deepseek_v3(folder: Path) -> Path:
     stated = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps({**stated, "topk_method": "noaux_tc"}))
     return saved
+
+
+def qwen(folder: Path) -> Path:
+    """Qwen2Moe, a dense layer and a MoE layer of 8 experts, top-2, with one shared expert behind a gate of its own."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    names = "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads norm_topk_prob"
+    facts = {name: COMMON[name] for name in (*names.split(), "max_position_embeddings", "initializer_range")}
+    config = Qwen2MoeConfig(
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        mlp_only_layers=[0],
+        num_experts=8,
+        num_experts_per_tok=2,
+        shared_expert_intermediate_size=192,
+        **facts,
+    )
+    return _save(Qwen2MoeForCausalLM, config, folder)
 
 
 def _save(model_class: Any, config: Any, folder: Path) -> Path:
@@ -102,6 +122,9 @@ def thinking(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
+_LAST_OF_SHARED = (".shared_experts.down_proj.weight", ".shared_expert.down_proj.weight", ".shared_experts.w2.weight")
+
+
 def without_shared(checkpoint: Path, folder: Path) -> Path:
     """The same checkpoint with every shared expert's down projection zero."""
     folder.mkdir()
@@ -109,7 +132,7 @@ def without_shared(checkpoint: Path, folder: Path) -> Path:
         if file.suffix == ".safetensors":
             tensors = load_file(file)
             for name, tensor in tensors.items():
-                if ".shared_experts.down_proj." in name or ".shared_experts.w2.weight" in name:
+                if name.endswith(_LAST_OF_SHARED):
                     tensors[name] = torch.zeros_like(tensor)
             save_file(tensors, folder / file.name, metadata={"format": "pt"})
         elif file.is_file():

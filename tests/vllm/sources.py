@@ -107,9 +107,9 @@ class Source:
 
 
 def at_hand() -> dict[str, Source]:
-    """The installed vLLM, and those in :data:`VARIABLE`, by version or folder."""
+    """The installed vLLM, and those in :data:`VARIABLE`, by folder."""
     folders = [Path(folder) for folder in os.environ.get(VARIABLE, "").split(":") if folder]
-    found = {folder.name: Source(folder / "vllm") for folder in folders}
+    found = {str(folder): Source(folder / "vllm") for folder in folders}
     spec = find_spec("vllm")
     if spec is not None and spec.submodule_search_locations:
         found["installed"] = Source(Path(spec.submodule_search_locations[0]))

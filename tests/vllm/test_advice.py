@@ -29,6 +29,7 @@ def test_a_command_with_nothing_against_it() -> None:
     [
         ("m --enable-eplb", "--enable-eplb", "leave it out"),
         ("m --enable-lora --max-loras 2", "--enable-lora", "leave it out"),
+        ("m --enable-sleep-mode", "--enable-sleep-mode", "leave it out"),
         ("m --cpu-offload-gb 8", "--cpu-offload-gb", "leave it out"),
         ("m -tp 2 -dp 4 --enable-expert-parallel", "--tensor-parallel-size", "one of the two"),
         ("m -dp 8 -ep --all2all-backend=deepep_low_latency", "--all2all-backend", "allgather_reducescatter"),
@@ -51,23 +52,36 @@ def test_other_commands_are_refused() -> None:
 
 
 def test_an_inactive_plugin_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM only logs what does not load; the doctor says what stands in the way."""
+    """vLLM only logs what does not load; the doctor says what stands in the way, and a script can see it."""
     monkeypatch.setattr(versions, "installed", lambda: None)
-    assert "not installed" in advice.plugin_state().what_to_do
+    assert _doctor(0) == "vLLM is not installed: pip install 'foldmoe[vllm]'"
+    monkeypatch.setattr(versions, "installed", lambda: "0.99.0")
+    assert "vLLM 0.99.0 was not tried" in _doctor(1)
     monkeypatch.setattr(versions, "installed", lambda: "0.32.0")
     monkeypatch.setattr(plugin, "active", lambda: None)
-    assert "entry point" in advice.plugin_state().what_to_do
+    assert "entry point" in _doctor(1)
     monkeypatch.setattr(plugin, "active", lambda: "foldmoe = x")
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    assert "VLLM_PLUGINS=other" in advice.plugin_state().what_to_do
+    assert "VLLM_PLUGINS=other" in _doctor(1)
     monkeypatch.delenv("VLLM_PLUGINS")
 
     def broken() -> None:
         raise ImportError("no such class")
 
     monkeypatch.setattr(plugin, "register", broken)
-    state = advice.plugin_state()
-    assert (state.found, state.what_to_do) == ("does not load", "ImportError: no such class")
+    assert _doctor(1) == "ImportError: no such class"
+    assert advice.plugin_state().found == "does not load"
+    monkeypatch.setattr(plugin, "register", lambda: None)
+    monkeypatch.setattr(plugin, "record", lambda: None)
+    assert _doctor(0) == "FOLDMOE_FOLD=stock turns it off"
+
+
+def _doctor(status: int) -> str:
+    """What ``foldmoe doctor`` advises about the plugin, once it has ended with this exit status and shown it."""
+    done = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "250"})
+    said = advice.plugin_state().what_to_do
+    assert (done.exit_code, said in done.output) == (status, True), done.output
+    return said
 
 
 @pytest.mark.parametrize("name", list(DEPLOYMENTS))

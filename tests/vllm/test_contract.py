@@ -132,7 +132,13 @@ def test_a_method_has_all_that_vllm_asks_of_it(vllm: Source) -> None:
         ("config/parallel.py", "ParallelConfig", "enable_dbo expert_placement_strategy enable_elastic_ep"),
         ("config/cache.py", "CacheConfig", "num_gpu_blocks"),
         ("config/load.py", "LoadConfig", "load_format"),
-        ("config/vllm.py", "VllmConfig", "additional_config parallel_config cache_config load_config"),
+        (
+            "config/vllm.py",
+            "VllmConfig",
+            "additional_config parallel_config cache_config load_config model_config weight_transfer_config",
+        ),
+        ("config/model.py", "ModelConfig", "enable_sleep_mode"),
+        ("v1/worker/gpu_worker.py", "Worker", "reload_weights"),
         ("forward_context.py", "ForwardContext", "dp_metadata"),
         ("forward_context.py", "DPMetadata", "get_chunk_sizes_across_dp_rank"),
         ("model_executor/layers/activation.py", "SiluAndMulWithClamp", "swiglu_limit alpha beta"),
@@ -148,6 +154,14 @@ def test_a_method_has_all_that_vllm_asks_of_it(vllm: Source) -> None:
 )
 def test_attributes_are_there(vllm: Source, file: str, name: str, attributes: str) -> None:
     assert set(attributes.split()) - vllm.attributes(file, name) == set()
+
+
+def test_the_worker_on_cpus_is_a_gpu_worker(vllm: Source) -> None:
+    """Its ``reload_weights`` is the one that is guarded."""
+    worker = vllm.node("v1/worker/cpu_worker.py", "CPUWorker")
+    assert isinstance(worker, ast.ClassDef)
+    assert [ast.unparse(base) for base in worker.bases] == ["Worker"]
+    assert "reload_weights" not in vllm.attributes("v1/worker/cpu_worker.py", "CPUWorker")
 
 
 def test_shared_linears_hold_what_is_taken_from_them(vllm: Source) -> None:

@@ -61,11 +61,14 @@ def _engine(**changes: Any) -> Any:
         uva=SimpleNamespace(cpu_offload_gb=changes.pop("cpu_offload_gb", 0)),
         prefetch=SimpleNamespace(offload_group_size=changes.pop("offload_group_size", 0)),
     )
+    sleeps, transfer = changes.pop("enable_sleep_mode", False), changes.pop("weight_transfer_config", None)
     parallel = {"enable_elastic_ep": False, "enable_dbo": False, "expert_placement_strategy": "linear"}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{**parallel, **changes}),
         offload_config=offload,
         cache_config=SimpleNamespace(),
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        weight_transfer_config=transfer,
         load_config=SimpleNamespace(load_format="auto"),
     )
 
@@ -89,6 +92,8 @@ def test_a_plain_layer_has_nothing_against_it() -> None:
         ({"is_sequence_parallel": True}, {}, {}, "sequence parallelism"),
         ({}, {"cpu_offload_gb": 4}, {}, "offloaded"),
         ({}, {"offload_group_size": 8}, {}, "offloaded"),
+        ({}, {"enable_sleep_mode": True}, {}, "sleep mode"),
+        ({}, {"weight_transfer_config": object()}, {}, "weight transfer"),
         ({"use_ep": True}, {"expert_placement_strategy": "round_robin"}, {}, "round_robin"),
         ({"dp_size": 8, "all2all_backend": "deepep_low_latency"}, {}, {}, "allgather_reducescatter"),
         ({"has_bias": True}, {}, {}, "bias"),

@@ -82,6 +82,20 @@ def test_a_layer_is_the_reference(engine: Any, routed: Format, shared: Format, s
     assert call(engine, runner, x[:0], logits[:0]).shape == (0, HIDDEN)
 
 
+@pytest.mark.parametrize("format", [Format.BF16, Format.MXFP4], ids=lambda f: f.value)
+def test_a_call_of_16384_rows_is_the_reference(engine: Any, format: Format) -> None:
+    """As many as a server's largest step; a small call afterwards is not disturbed by what the large one left."""
+    mx = format is Format.MXFP4
+    pair = make_layer(
+        format, Format.FP8_128x128 if mx else format, EXPERTS, WIDTH, SHARED, HIDDEN, e8m0_scales=mx or None
+    )
+    runner = build(pair[0], SharedMLP(pair[1]), f"large.{format.value}")
+    x, logits = torch.randn(16384, HIDDEN, dtype=torch.bfloat16), torch.randn(16384, EXPERTS, dtype=torch.bfloat16)
+    expected = reference_moe(x, *routes(logits), *pair, activations="fp8" if mx else "bf16")
+    assert_close(call(engine, runner, x, logits), expected, 6e-3)
+    assert_close(call(engine, runner, x[:TOKENS], logits[:TOKENS]), expected[:TOKENS], 6e-3)
+
+
 def test_a_layer_without_a_shared_expert_goes_back_to_vllm(engine: Any) -> None:
     """The parameters are vLLM's own again and the layer runs as ever."""
     runner = make_runner(
@@ -119,7 +133,7 @@ def test_weights_come_once(engine: Any) -> None:
     pair = make_layer(Format.BF16, Format.BF16, EXPERTS, WIDTH, SHARED, HIDDEN)
     runner = build(pair[0], SharedMLP(pair[1]), "reload")
     inner = runner.routed_experts
-    with pytest.raises(RuntimeError, match=r"after the layer was packed; reload_weights .* FOLDMOE_FOLD=stock"):
+    with pytest.raises(RuntimeError, match=r"after the layer was packed; start .* FOLDMOE_FOLD=stock"):
         inner.weight_loader(None, torch.zeros(WIDTH, HIDDEN), "w13_weight", "w1", 0)
     with pytest.raises(RuntimeError, match="takes its weights once"):
         inner.quant_method.process_weights_after_loading(inner)

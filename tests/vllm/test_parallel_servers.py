@@ -1,4 +1,4 @@
-"""Real servers of two ranks with experts spread over them (expert parallelism), on this CPU; ``-m slow`` runs these.
+"""Real servers of two ranks, experts spread over them or each cut in two, on this CPU; ``-m slow`` runs these.
 
 vLLM's CPU groups lack the exchange of uneven rows, which ``standin_groups`` adds. Its own CPU experts read past their
 weights with expert parallelism (``cpu_fused_moe`` takes no expert map), so the stock side is a server of one rank.
@@ -19,6 +19,7 @@ from tests.vllm.agreement import PROMPTS, Scores, agreement, running
 from tests.vllm.server import Server
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytest.importorskip("vllm.model_executor", reason="vLLM is not in this environment; make test-vllm has one of its own")
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 DATA_PARALLEL = ("--data-parallel-size", "2", "--enable-expert-parallel", "--api-server-count", "1")
 TENSOR_PARALLEL = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
+SPLIT_EXPERTS = ("--tensor-parallel-size", "2")
 
 
 def _uneven(server: Server, prompts: list[list[int]]) -> Scores:
@@ -50,10 +52,23 @@ def _loaded_alike(server: Server, layers: int, words: str, names: tuple[str, str
     assert states[0]["moe_bytes"] == states[1]["moe_bytes"] > 0
 
 
-@pytest.mark.parametrize("how", [DATA_PARALLEL, TENSOR_PARALLEL], ids=["data", "tensor"])
-def test_two_ranks_name_the_same_tokens_as_stock(how: tuple[str, ...], tmp_path: Path) -> None:
-    """GLM in bf16, a routed scale of 2.5; without its shared expert it answers otherwise."""
-    model = checkpoints.glm(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("make", "how", "worker"),
+    [
+        (checkpoints.glm, DATA_PARALLEL, "Worker_DP{0}_EP{0}"),
+        (checkpoints.glm, TENSOR_PARALLEL, "Worker_TP{0}_EP{0}"),
+        (checkpoints.qwen, SPLIT_EXPERTS, "Worker_TP{0}"),
+    ],
+    ids=["glm-data", "glm-tensor", "qwen-split"],
+)
+def test_two_ranks_name_the_same_tokens_as_stock(
+    make: Callable[[Path], Path], how: tuple[str, ...], worker: str, tmp_path: Path
+) -> None:
+    """GLM in bf16, a routed scale of 2.5; Qwen with a gate of the shared expert, every expert cut in two.
+
+    Without their shared experts both answer otherwise.
+    """
+    model = make(tmp_path / "model")
     zeroed = checkpoints.without_shared(model, tmp_path / "zeroed")
     environment = standins.install(tmp_path / "plugin", "standin_groups")
     common = ("--skip-tokenizer-init", "--max-num-batched-tokens", "512", "--max-model-len", "256")
@@ -71,8 +86,7 @@ def test_two_ranks_name_the_same_tokens_as_stock(how: tuple[str, ...], tmp_path:
     assert clear > 0.7 * total
     assert same == clear
     assert changed_same < 0.9 * changed_clear, "the shared expert does not matter to this checkpoint"
-    names = ("Worker_DP0_EP0", "Worker_DP1_EP1") if data else ("Worker_TP0_EP0", "Worker_TP1_EP1")
-    _loaded_alike(folded, 1, "native 1, slot 0", names)
+    _loaded_alike(folded, 1, "native 1, slot 0", (worker.format(0), worker.format(1)))
 
 
 @pytest.mark.parametrize("fold", ["native", "slot"])

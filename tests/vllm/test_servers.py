@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,13 @@ def test_folded_names_the_same_tokens_as_stock(
     zeroed = checkpoints.without_shared(model, tmp_path / "zeroed")
     common = ("--skip-tokenizer-init", "--max-num-batched-tokens", str(batched), "--max-model-len", "256")
     stock = Server(model, tmp_path / "stock", "stock", common)
-    folded = Server(model, tmp_path / "folded", "native", common)
+    folded = Server(model, tmp_path / "folded", "native", common, {"VLLM_SERVER_DEV_MODE": "1"})
     with running(stock, folded):
         expected, found = stock.scores(PROMPTS), folded.scores(PROMPTS)
+        with pytest.raises(RuntimeError, match="answered 500"):
+            folded.post("collective_rpc", {"method": "reload_weights"})
+        assert folded.scores(PROMPTS) == found, "a refused reload changed something"
+    assert "reload_weights is refused and nothing was changed: foldmoe packed" in folded.log
     with running(Server(zeroed, tmp_path / "without", "native", common)) as (without,):
         negative = without.scores(PROMPTS)
 
@@ -62,6 +67,29 @@ def test_folded_names_the_same_tokens_as_stock(
     assert folded.state["complete"]
     assert folded.state["kv_blocks"] == stock.state["kv_blocks"] > 0
     assert stock.state["moe_bytes"] == 0 < folded.state["moe_bytes"]
+
+
+@pytest.mark.slow
+def test_a_step_of_sixteen_thousand_rows(tmp_path: Path) -> None:
+    """One prompt fills a step of ``--max-num-batched-tokens 16384``, so that the folded layer gets all rows at once."""
+    length = 16_000
+    model = checkpoints.glm(tmp_path / "model", positions=16_384)
+    common = ("--skip-tokenizer-init", "--max-num-batched-tokens", "16384", "--max-model-len", "16384")
+    stock = Server(model, tmp_path / "stock", "stock", common)
+    folded = Server(model, tmp_path / "folded", "native", common)
+    draw = random.Random(7)
+    prompts = [[draw.randrange(3, 512) for _ in range(length)]]
+    with running(stock, folded):
+        found = folded.scores(prompts, top=2)
+        steps = [folded.metric(f"vllm:iteration_tokens_total_{part}") for part in ("count", "sum")]
+        expected = stock.scores(prompts, top=2)
+    clear, same, total = agreement(expected, found)
+    print(f"{steps[1]:.0f} tokens in {steps[0]:.0f} step(s); {same}/{clear} clear positions of {total} agree")
+    assert steps[1] / steps[0] >= length
+    assert total == length - 1
+    assert clear > 0.7 * total
+    assert same == clear
+    assert "foldmoe: folded 1/1 layers (native 1, slot 0), +0 B" in folded.log
 
 
 def test_draft_layers_fold_and_count(tmp_path: Path) -> None:
@@ -107,6 +135,8 @@ def test_tiny_v4_keeps_its_score_in_vllms_own_model_code(tmp_path: Path) -> None
     # Of itself vLLM takes DeepSeek-V4's own chat encoding, which this model has never seen, for the template.
     common += " --reasoning-parser deepseek_r1 --tokenizer-mode hf"
     model = checkpoints.thinking(TINY_V4, tmp_path / "model")
+    zeroed = checkpoints.without_shared(model, tmp_path / "zeroed")
+    without = Server(zeroed, tmp_path / "without", "native", tuple(shlex.split(common)), environment)
     arms = {
         fold: Server(model, tmp_path / fold, fold, tuple(shlex.split(common)), environment)
         for fold in ("stock", "native")
@@ -119,6 +149,11 @@ def test_tiny_v4_keeps_its_score_in_vllms_own_model_code(tmp_path: Path) -> None
         sums = items.arithmetic_items(ITEMS // 3, 2026)
         streamed = {fold: [_streamed_chat(server, item.prompt) for item in sums] for fold, server in arms.items()}
         plain = {fold: [_chat(server, item.prompt) for item in sums] for fold, server in arms.items()}
+    with running(without):
+        negative = without.scores(tokens[:4])
+    changed_clear, changed_same, _ = agreement(scores["stock"][:4], negative)
+    print(f"without the shared expert {changed_same}/{changed_clear}")
+    assert changed_same < 0.95 * changed_clear, "the shared expert does not matter to this checkpoint"
     right = {
         fold: sum(item.is_solved_by(text) for text, item in zip(said, asked, strict=True))
         for fold, said in answers.items()

@@ -21,11 +21,17 @@ def doctor(
         str, typer.Option(help=f"Print the commands of a published deployment: {', '.join(DEPLOYMENTS)}.")
     ] = "",
 ) -> None:
-    """Say what this machine can run and why not more; or what a `-- vllm serve ...` command has to change."""
+    """Say what this machine can run and why not more; or what a `-- vllm serve ...` command has to change.
+
+    Exit status 1 if vLLM is installed and its servers would run without foldmoe's plugin.
+    """
     with errors.shown():
         if deployment:
             if deployment not in DEPLOYMENTS:
                 raise ValueError(f"no deployment {deployment!r}; there are: {', '.join(DEPLOYMENTS)}")
             print("\n".join(DEPLOYMENTS[deployment].lines()))
             return
-        console().print(doctor_table(examine_command(command) if command else examine()))
+        findings = examine_command(command) if command else examine()
+        console().print(doctor_table(findings))
+    if any(finding.broken for finding in findings):
+        raise typer.Exit(1)

@@ -24,7 +24,7 @@ _USUAL_ARMS = "serial,native,slot-requantized,transformers,shared-zeroed,routed-
 
 def evaluate(
     checkpoint: Annotated[
-        str | None, typer.Argument(help="A local checkpoint; default: tiny-v4. With --server: the tokenizer's.")
+        str | None, typer.Argument(help="A local checkpoint; default: tiny-v4. With --server: what is served.")
     ] = None,
     arms: Annotated[str | None, typer.Option(help=f"In process: {', '.join(ARMS)}.")] = None,
     server: Annotated[
@@ -39,7 +39,9 @@ def evaluate(
     ] = None,
     preset: Annotated[str | None, typer.Option(help=f"A published protocol: {', '.join(PRESETS)}.")] = None,
     items: Annotated[int | None, typer.Option(help="Items a task; default: 200 of our own, all of lm-eval's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling, shuffles and few-shot examples.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of our own tasks' items; with lm-eval, of sampling and few-shot examples too.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="New tokens an answer; default: the task's.")] = None,
     shots: Annotated[int | None, typer.Option(help="Examples before the question; default: the task's.")] = None,
     chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help="Through the chat template.")] = None,
@@ -103,6 +105,8 @@ def _runs(arm: str, folder: Path) -> str:
     found = ranks.read(folder)
     if not found:
         raise ValueError(f"arm {arm}: no rank wrote to {folder}; start the server with FOLDMOE_STATE_DIR={folder}")
-    if len({rank.digest for rank in found}) > 1:
-        raise ValueError(f"arm {arm}: the ranks in {folder} run different plans; is it left from another server?")
-    return f"{found[0].decisions()[0]}, {len(found)} rank{'s'[: len(found) > 1]}"
+    if differing := ranks.different_plans(found):
+        raise ValueError(
+            f"arm {arm}: the ranks in {folder} run different plans ({differing}); is it left from another server?"
+        )
+    return f"{ranks.together(found).decisions()[0]}, {len(found)} rank{'s'[: len(found) > 1]}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from foldmoe.bench.layer import OWN_ARMS
+from foldmoe.bench.serve.ranks import different_plans
 
 if TYPE_CHECKING:
     from foldmoe.bench.serve.ranks import Rank
@@ -56,8 +57,8 @@ class Arm:
         world = {rank.world_size for rank in ranks}
         if world != {len(ranks)}:
             return f"{len(ranks)} ranks wrote their state, they count {', '.join(map(str, sorted(world)))}"
-        if len({rank.digest for rank in ranks}) > 1:
-            return "ranks run different plans: " + ", ".join(f"rank {rank.rank} {rank.digest}" for rank in ranks)
+        if differing := different_plans(ranks):
+            return f"ranks run different plans: {differing}"
         for rank in ranks:
             if not rank.complete:
                 return f"rank {rank.rank} has not loaded every MoE layer"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from foldmoe.integrations.vllm.record import SCHEMA
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -81,6 +82,24 @@ def read(folder: Path) -> list[Rank]:
         ValueError: a file of another schema, or one that lacks a field.
     """
     return sorted((_read(path) for path in folder.glob("rank-*.json")), key=lambda rank: rank.rank)
+
+
+def different_plans(found: Sequence[Rank]) -> str:
+    """Ranks that hold the same layers and plan them differently, with their digests; empty where there are none.
+
+    Stages of a pipeline hold other layers, so that their digests differ by nature.
+    """
+    alike: dict[frozenset[str], list[Rank]] = {}
+    for rank in found:
+        alike.setdefault(frozenset(str(layer["layer"]) for layer in rank.layers), []).append(rank)
+    differing = next((group for group in alike.values() if len({rank.digest for rank in group}) > 1), [])
+    return ", ".join(f"rank {rank.rank} {rank.digest}" for rank in differing)
+
+
+def together(found: Sequence[Rank]) -> Rank:
+    """The first rank with the layers of all pipeline stages, each once."""
+    layers = {str(layer["layer"]): layer for rank in reversed(found) for layer in reversed(rank.layers)}
+    return replace(found[0], layers=tuple(reversed(layers.values())))
 
 
 def _read(path: Path) -> Rank:

@@ -140,7 +140,7 @@ def _record(
         repeat=repeat,
         environment=arm.environment,
         runs_as=found[0].runs,
-        decisions=found[0].decisions(),
+        decisions=ranks.together(found).decisions(),
         notes=observe.tuned_tables(text),
         versions=versions,
         start_seconds=seconds,

@@ -14,6 +14,7 @@ reason.
 | ``shared.py`` | vLLM's shared MLP as weights of ours |
 | ``layers.py`` | the two classes that vLLM builds instead of its own |
 | ``method.py`` | what runs a folded layer |
+| ``reloading.py`` | new weights for a running server, refused |
 | ``ahead.py`` | kernels compiled while the server starts |
 | ``ranks.py`` | other ranks' tokens, and whose rows get the shared part |
 | ``record.py`` | every layer's decision: log lines, agreement over ranks, the state file |

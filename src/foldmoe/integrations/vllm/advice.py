@@ -20,29 +20,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Advice:
-    """One line: what was looked at, what was found, and what to do."""
+    """One line: what was looked at, what was found, and what to do.
+
+    Args:
+        broken: vLLM is here, and its servers would run as if foldmoe were not.
+    """
 
     subject: str
     found: str
     ok: bool
     what_to_do: str = ""
+    broken: bool = False
 
 
 def plugin_state() -> Advice:
     """Whether a vLLM server of this environment would fold; vLLM only logs a plugin that does not load."""
     version = versions.installed()
-    if against := versions.objection(version):
-        return Advice("vLLM plugin", "not active", False, against)
-    if plugin.active() is None:
-        return Advice("vLLM plugin", "not active", False, "its entry point is missing: install foldmoe again")
+    found, why = "not active", versions.objection(version)
+    if why is None and plugin.active() is None:
+        why = "its entry point is missing: install foldmoe again"
     allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and plugin.ENTRY_POINT not in allowed.split(","):
-        return Advice("vLLM plugin", "not active", False, f"VLLM_PLUGINS={allowed} leaves out {plugin.ENTRY_POINT}")
-    try:
-        plugin.register()
-        plugin.record()
-    except Exception as error:  # whatever it is, a server would run without the plugin
-        return Advice("vLLM plugin", "does not load", False, f"{type(error).__name__}: {error}")
+    if why is None and allowed is not None and plugin.ENTRY_POINT not in allowed.split(","):
+        why = f"VLLM_PLUGINS={allowed} leaves out {plugin.ENTRY_POINT}"
+    if why is None:
+        try:
+            plugin.register()
+            plugin.record()
+        except Exception as error:  # whatever it is, a server would run without the plugin
+            found, why = "does not load", f"{type(error).__name__}: {error}"
+    if why is not None:
+        return Advice("vLLM plugin", found, False, why, broken=version is not None)
     return Advice("vLLM plugin", f"active, vLLM {version}", True, "FOLDMOE_FOLD=stock turns it off")
 
 
@@ -51,6 +58,8 @@ _BACK_TO_VLLM = {
     "--enable-lora": "LoRA attaches to vLLM's own experts: layers stay with vLLM",
     "--enable-dbo": "dual-batch overlap: layers stay with vLLM",
     "--enable-elastic-ep": "elastic expert parallelism: layers stay with vLLM",
+    "--enable-sleep-mode": "sleep mode drops weights or loads them again: layers stay with vLLM",
+    "--weight-transfer-config": "weights sent to a running server: layers stay with vLLM",
     "--cpu-offload-gb": "offloaded weights: layers stay with vLLM",
 }
 

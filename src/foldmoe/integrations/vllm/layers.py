@@ -17,9 +17,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from foldmoe.integrations.vllm import plugin, refusals
-from foldmoe.integrations.vllm.method import RELOAD, Claimed, FoldedMethod
+from foldmoe.integrations.vllm.method import Claimed, FoldedMethod
 from foldmoe.integrations.vllm.raw import RawExperts
 from foldmoe.integrations.vllm.record import Entry
+from foldmoe.integrations.vllm.reloading import INSTEAD
 from foldmoe.integrations.vllm.shared import SharedMLP
 from foldmoe.integrations.vllm.stored import Storage, routed_storage
 from foldmoe.moe import Activation, ExpertSpec, LayerSpec, Placement
@@ -89,7 +90,7 @@ class FoldedRoutedExperts(RoutedExperts):  # type: ignore[misc]
             )
             return done
         if method.layer is not None:
-            raise RuntimeError(f"{self.layer_name}: {weight_name} came after the layer was packed; {RELOAD}")
+            raise RuntimeError(f"{self.layer_name}: {weight_name} came after the layer was packed; {INSTEAD}")
         stacked = loaded_weight.dim() == 3
         found = False
         for number, tensor in enumerate(loaded_weight if stacked else loaded_weight[None], start=expert_id):
@@ -201,7 +202,7 @@ def _hand_over(method: FoldedMethod, entry: Entry, named: dict[str, Any]) -> Non
     """Move the shared expert and the routed scale from the runner into the folded layer."""
     shared = SharedMLP.of(named["shared_experts"])
     assert isinstance(shared, SharedMLP)
-    shared.claim(Claimed(entry.name))
+    shared.claim(Claimed(entry))
     method.entry, method.shared = entry, shared
     method.routed_scale = float(named.get("routed_scaling_factor", 1.0))
     named["shared_experts"] = None

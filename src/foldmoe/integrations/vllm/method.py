@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from foldmoe.integrations.vllm import ranks
+from foldmoe.integrations.vllm.reloading import INSTEAD
 from foldmoe.integrations.vllm.shared import without_zero_tail, zero_tail
 from foldmoe.layer import FoldedMoE
 from foldmoe.planner import capability
@@ -70,7 +71,7 @@ class FoldedMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is not ins
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack; the parameters are gone afterwards, here and in the shared MLP."""
         if self.layer is not None:
-            raise RuntimeError(f"{self.raw.layer}: a folded layer takes its weights once; {RELOAD}")
+            raise RuntimeError(f"{self.raw.layer}: a folded layer takes its weights once; {INSTEAD}")
         assert self.shared is not None
         assert self.entry is not None
         plan = self.entry.plan
@@ -144,26 +145,30 @@ def _slot_nbytes(plan: LayerPlan, columns: int) -> int:
     return routed.nbytes(plan.spec.hidden) * columns // routed.width
 
 
-RELOAD = (
-    "reload_weights and sleep level 2 are refused; restart the server, or start it with FOLDMOE_FOLD=stock "
-    "(sleep level 1 keeps weights and works)"
-)
-
-
 class Claimed(QuantizeMethodBase):  # type: ignore[misc]
     """In place of the shared linears' own method: their weights move into the folded layer, vLLM repacks nothing."""
 
-    def __init__(self, layer: str) -> None:
-        self.layer = layer
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
 
     def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
-        raise RuntimeError(f"{self.layer}: a folded layer takes its weights once; {RELOAD}")
+        raise RuntimeError(f"{self.entry.name}: a folded layer takes its weights once; {INSTEAD}")
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing: the folded layer reads the loaded tensors as they are."""
+        """Nothing the first time: the folded layer reads the loaded tensors as they are.
+
+        Raises:
+            RuntimeError: new weights, after the layer was packed.
+        """
+        if self.entry.moe is not None and layer._parameters:  # a reload registers them again
+            raise RuntimeError(
+                f"{self.entry.name}: new weights came for the shared expert after the layer was packed; {INSTEAD}"
+            )
 
     def apply(self, layer: Any, *arguments: Any, **named: Any) -> Tensor:
-        raise RuntimeError(f"{self.layer}: the shared expert runs inside the folded layer, its own module was called")
+        raise RuntimeError(
+            f"{self.entry.name}: the shared expert runs inside the folded layer, its own module was called"
+        )
 
 
 @torch.library.custom_op("foldmoe::vllm_layer", mutates_args=())

@@ -10,7 +10,7 @@ import torch
 
 import foldmoe.backends  # noqa: F401  registers the backends that plans ask
 from foldmoe import settings
-from foldmoe.integrations.vllm import versions
+from foldmoe.integrations.vllm import reloading, versions
 from foldmoe.integrations.vllm.record import Record
 
 ENTRY_POINT = "foldmoe"
@@ -84,6 +84,7 @@ def note_loaded(engine: Any) -> None:
     found = record()
     if not found.complete:
         return
+    reloading.guard()
     from vllm.distributed import get_ep_group, get_world_group
 
     from foldmoe.parallel.transport import DistributedTransport

@@ -136,7 +136,7 @@ class Record:
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits over all decisions; equal on every rank."""
+        """Twelve hex digits over all decisions; equal on every rank that holds the same layers."""
         found = [entry.decision() for entry in self.entries]
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -48,6 +48,7 @@ def of_routed(moe: Any, engine: Any, routed: dict[str, Any]) -> tuple[str, ...]:
     found += _activation(moe)
     if routed.get("apply_router_weight_on_input"):
         found.append("routing weights multiply the input, not the output")
+    found += _new_weights(engine)
     if getattr(engine.load_config, "load_format", "auto") == "ipc_weight_cache":
         found.append("weights come already processed from another process")
     return tuple(found)
@@ -60,6 +61,16 @@ def _offloads(engine: Any) -> bool:
     holders = (getattr(engine, "cache_config", None), uva)
     prefetch = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
     return bool(prefetch) or any(getattr(holder, "cpu_offload_gb", 0) for holder in holders)
+
+
+def _new_weights(engine: Any) -> list[str]:
+    """What a server may be told at run time; folded weights are packed once."""
+    found = []
+    if getattr(getattr(engine, "model_config", None), "enable_sleep_mode", False):
+        found.append("sleep mode may drop weights and load them again; folded layers take theirs once")
+    if getattr(engine, "weight_transfer_config", None) is not None:
+        found.append("weights are sent to the running server (weight transfer); folded layers take theirs once")
+    return found
 
 
 def _activation(moe: Any) -> list[str]:
