@@ -14,7 +14,11 @@ def calls(device: str) -> Iterator[tuple[Call, bool]]:
     """Both kinds of ids, odd widths, ids out of range, gates, rows as numbers and on the device; with a slot or not."""
     dice = torch.Generator().manual_seed(0)
     for top_k, dtype, slot, gated, rows in product(
-        (1, 3, 8, 17, 32), (torch.int32, torch.int64), (False, True), (False, True), ("all", "some", "device", "none")
+        (0, 1, 3, 8, 17, 32),
+        (torch.int32, torch.int64),
+        (False, True),
+        (False, True),
+        ("all", "some", "device", "none"),
     ):
         tokens = 41
         wide = torch.randint(-2, COUNT + 2, (tokens, top_k + 3), dtype=dtype, generator=dice)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from foldmoe.moe.slots import local_ids
 from foldmoe.planner import capability
 from foldmoe.runtime.streams import beside, side_stream
 
@@ -117,8 +118,7 @@ class PackedLayer(ABC):
         return self._rank_routes(call, experts.start, len(experts), slot)
 
     def _rank_routes(self, call: Call, first: int, held: int, slot: bool) -> Call:
-        local = call.topk_ids - first
-        ids = torch.where((local >= 0) & (local < held), local, -1)
+        ids = local_ids(call.topk_ids, (first, held), 1)
         if not slot:
             return replace(call, topk_ids=ids)
         tokens, device = ids.shape[0], ids.device

@@ -19,17 +19,19 @@ if TYPE_CHECKING:
 def rank_routes(call: Call, first: int, held: int, slot: bool) -> Call:
     """``call`` over all ranks' experts as the call of the rank that holds ``held`` from ``first`` on."""
     tokens, top_k = call.topk_ids.shape
-    ids, weights = call.topk_ids, call.topk_weights
+    ids, weights = (t if t.stride(1) == 1 else t.contiguous() for t in (call.topk_ids, call.topk_weights))
     out_ids = torch.empty(tokens, top_k + slot, dtype=ids.dtype, device=ids.device)
     out_weights = torch.empty(out_ids.shape, dtype=torch.float32, device=ids.device) if slot else weights
+    if not out_ids.numel():
+        return replace(call, topk_ids=out_ids)
     whole = call.shared_rows if call.shared_rows is not None else (0, tokens)
     start, end, rows = host_or_device_rows(whole, ids.device)
     launch(
         kernel,
         (-(-out_ids.numel() // BLOCK),),
         {
-            "ids": ids if ids.stride(1) == 1 else ids.contiguous(),
-            "weights": weights if weights.stride(1) == 1 else weights.contiguous(),
+            "ids": ids,
+            "weights": weights,
             "gate": weights if call.shared_weights is None else call.shared_weights,
             "rows": ids if rows is None else rows,
             "out_ids": out_ids,
@@ -37,8 +39,8 @@ def rank_routes(call: Call, first: int, held: int, slot: bool) -> Call:
         },
         {
             "total": out_ids.numel(),
-            "ids_stride": ids.stride(0) if ids.stride(1) == 1 else top_k,
-            "weights_stride": weights.stride(0) if weights.stride(1) == 1 else top_k,
+            "ids_stride": ids.stride(0),
+            "weights_stride": weights.stride(0),
             "first": first,
             "held": held,
             "start": start,
