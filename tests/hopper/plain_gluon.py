@@ -279,9 +279,10 @@ def _max(x, axis):
     return Tensor(top, x.loads) if top.ndim else Number(top)
 
 
-def _extreme(function, scalar):
-    def apply(a, b):
+def _extreme(with_nan, numbers, scalar):
+    def apply(a, b, propagate_nan=None):
         if isinstance(a, Tensor):
+            function = numbers if propagate_nan is None else with_nan
             return Tensor(function(a.data, torch.as_tensor(_raw(b), dtype=a.data.dtype)), _loads(a, b))
         return scalar(a, b)
 
@@ -317,8 +318,8 @@ class Language:
     store = staticmethod(_store)
     atomic_add = staticmethod(_atomic_add)
     max = staticmethod(_max)
-    maximum = staticmethod(_extreme(torch.maximum, max))
-    minimum = staticmethod(_extreme(torch.minimum, min))
+    maximum = staticmethod(_extreme(torch.maximum, torch.fmax, max))
+    minimum = staticmethod(_extreme(torch.minimum, torch.fmin, min))
     inline_asm_elementwise = staticmethod(_asm)
     static_range = range
     abs = staticmethod(lambda x: Tensor(x.data.abs(), x.loads))

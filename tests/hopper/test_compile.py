@@ -18,6 +18,17 @@ V3 = heuristics.Geometry(7168, 16, 28, 16, 28, 16, 16, 1, inf, inf, routed="fp8"
 FINE = heuristics.Geometry(5120, 18, 20, 18, 20, 18, 18, 4, inf, inf, routed="fp8", routed_groups=4)
 BF16 = heuristics.Geometry(4096, 11, 16, 11, 16, 22, 22, 0, inf, inf, routed="bf16")
 FP8_ALONE = heuristics.Geometry(512, 3, 2, 0, 0, 3, 0, 0, inf, inf, routed="fp8", routed_groups=1)
+PRO = heuristics.Geometry(7168, 24, 28, 24, 28, 24, 24, 1, 10.0, 10.0)
+CLAMPED = [replace(geometry, limit4=10.0, limit8=10.0) for geometry in (V3, FINE, FP8_ALONE)]
+MIXED = [
+    replace(V3, limit4=10.0),
+    replace(V3, limit8=10.0),
+    replace(V3, scale_groups=4),
+    replace(V3, routed_groups=4),
+    replace(V3, scale_groups=4, limit4=10.0, limit8=10.0),
+    replace(V3, routed_groups=4, limit4=10.0, limit8=10.0),
+]
+"""FP8 sets whose clamps or scales differ: one K loop each."""
 
 
 def every(geometry):
@@ -35,16 +46,19 @@ def name(config):
     g = config.geometry
     scales = "-token" if g.token_scales else ""
     tokens = f"{config.tokens}+{config.between}" if config.between else config.tokens
-    return f"{g.routed}{scales}-{g.hidden}-{tokens}-{config.shared_tokens}-{config.warpgroups}"
+    clamps = f"-{g.limit4:.0f}-{g.limit8:.0f}" if g.whole else ""
+    groups = f"-{g.routed_groups}-{g.scale_groups}" if g.whole else ""
+    return f"{g.routed}{scales}-{g.hidden}{clamps}{groups}-{tokens}-{config.shared_tokens}-{config.warpgroups}"
 
 
-def check(config):
-    """What was found, all of it as it must be."""
+def check(config, spilled=0):
+    """What was found, all of it as it must be: no more than ``spilled`` bytes a thread, none of them in a K loop."""
     found = offline.report(offline.compile_config(config))
     g = config.geometry
     assert found.shared <= 232448
     assert not found.warnings, "ptxas serialised wgmma or ignored setmaxnreg"
-    assert found.spilled == found.loop_spills == 0, found
+    assert found.spilled <= spilled, found
+    assert found.loop_spills == 0, found
     if g.quantised and not g.token_scales:
         assert found.fenced == found.loops, "a slot is given back while its scales may still be read"
     if g.token_scales:
@@ -67,10 +81,11 @@ def check(config):
         (FLASH, (8, 8, 4)),
         (V3, (8, 8, 4)),
         (BF16, (8, 8, 4)),
+        (CLAMPED[0], (128, 128, 2)),
         pytest.param(ALONE, (32, 32, 2), marks=pytest.mark.slow),
         pytest.param(FP8_ALONE, (16, 8, 4), marks=pytest.mark.slow),
     ],
-    ids=["flash", "v3", "bf16", "routed alone", "fp8 alone"],
+    ids=["flash", "v3", "bf16", "v3 clamped", "routed alone", "fp8 alone"],
 )
 def test_compiles(geometry, size):
     check(heuristics.build(geometry, *size))
@@ -87,11 +102,19 @@ def test_products_of_one_step_stay_loops():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "config",
-    [*every(FLASH), *every(TOKEN), *every(V41), *every(V3), *every(FINE), *every(BF16)],
+    [c for g in (FLASH, TOKEN, V41, PRO, V3, FINE, BF16, *CLAMPED) for c in every(g)],
     ids=name,
 )
 def test_every_choice_compiles(config):
     check(config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("config", [c for g in MIXED for c in every(g)], ids=name)
+def test_every_choice_compiles_where_sets_differ(config):
+    """Tiles of 128 tokens keep three addresses in local memory, stored once a launch and loaded once a tile."""
+    check(config, spilled=56 if config.tokens == 128 else 0)
 
 
 @pytest.mark.parametrize(

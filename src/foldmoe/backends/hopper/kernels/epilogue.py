@@ -1,5 +1,6 @@
 """What follows a product: SwiGLU, quantisation and the store of hidden vectors; the store of down products."""
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -8,6 +9,9 @@ from foldmoe.backends.hopper.kernels.tickets import late
 
 # A name that changed between Triton 3.6 and 3.9.
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+# A clamp in one instruction that lets NaN pass. Comparisons take more registers: FP8 tiles of 128 tokens spilled.
+_NAN_PASSES = gl.constexpr(tl.PropagateNan.ALL)
 
 # x * sigmoid(x) from approximate exp2 and reciprocal: within 1e-6 of the exact value in five instructions, not twenty.
 _SILU = gl.constexpr("""{
@@ -26,8 +30,8 @@ def swiglu(acc, LIMIT: gl.constexpr):
     NT: gl.constexpr = acc.shape[1]
     gate, up = acc.reshape([4, 2, 8, NT]).permute((0, 2, 3, 1)).split()
     if float("inf") > LIMIT:
-        gate = gl.where(gate > LIMIT, LIMIT, gate)
-        up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
+        gate = gl.minimum(gate, LIMIT, propagate_nan=_NAN_PASSES)
+        up = gl.maximum(gl.minimum(up, LIMIT, propagate_nan=_NAN_PASSES), -LIMIT, propagate_nan=_NAN_PASSES)
     gate = gl.inline_asm_elementwise(_SILU, "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1)
     return (gate * up).reshape([32, NT])
 
