@@ -30,18 +30,22 @@ class Shape:
     shared_width: int
     activations: str = "fp8"
 
-    def tolerance(self, tokens: int) -> float:
-        """Between promotions the FP8 tensor cores keep about 13 bits, so about one hidden value in a hundred rounds
-        to the E4M3 value beside the oracle's. In short sums and few rows this reached 9.0e-3 on an H200 (hidden size
-        512; 7.1e-3 at 1024 and two rows, 6.5e-3 at 17); at V4-Flash's sizes 2.7e-3 to 3.9e-3. Sums over all of K, for
-        tokens with one scale, lose more.
+    def tolerance(self, tokens: int) -> tuple[float, float]:
+        """What ``assert_close`` allows; with one row further off.
+
+        Between promotions the FP8 tensor cores keep about 13 bits, so about one hidden value in a hundred rounds to the
+        E4M3 value beside the oracle's. In short sums and few rows this reached 9.0e-3 on an H200 (hidden size 512;
+        7.1e-3 at 1024 and two rows, 6.5e-3 at 17); at V4-Flash's sizes 2.7e-3 to 3.9e-3. Where that value is by far
+        a row's largest, one row takes the error of all: 1.19e-2 with 64 rows and widths of 512 and 192, of which a
+        hidden value of 17.01, whose sum kept 13 bits is 16.999, made 1.17e-2. Sums over all of K, for tokens with one
+        scale, lose more.
         """
         if self.activations == "bf16":
-            return BF16_TOLERANCE
+            return BF16_TOLERANCE, 0.0
         if self.activations == "fp8_token":
-            return 1.5e-2
+            return 1.5e-2, 0.0
         long = min(self.hidden, self.width, self.shared_width or self.width) >= 1024
-        return 6e-3 if long and tokens > 64 else 1e-2
+        return (6e-3, 0.0) if long and tokens > 64 else (1e-2, 2e-2)
 
     @cached_property
     def geometry(self) -> heuristics.Geometry:

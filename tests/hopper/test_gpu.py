@@ -84,7 +84,7 @@ def test_pairwise(shape: Shape, tokens: int, routing: str) -> None:
     case = case_of(shape, tokens, routing)
     poison()
     folded = run(layer, case)
-    assert_close(folded, expected(case, *gpu_weights(shape), shape.activations), shape.tolerance(tokens))
+    assert_close(folded, expected(case, *gpu_weights(shape), shape.activations), *shape.tolerance(tokens))
     poison()
     assert_same_bits(layer.packed.forward(call_of(case), folded=False), folded, "two launches")
 
@@ -100,7 +100,7 @@ def test_one_loop_for_both_sets(tokens: int, shape: Shape) -> None:
     y = run(layer, case)
     clamps = {"activation": Activation(LIMIT), "shared_activation": Activation(LIMIT)}
     want = reference_moe(*case.args, *stored, activations=shape.activations, **clamps)
-    assert_close(y, want, shape.tolerance(tokens))
+    assert_close(y, want, *shape.tolerance(tokens))
     poison()
     assert_same_bits(layer.packed.forward(call_of(case), folded=False), y, "two launches")
     packed: HopperLayer = layer.packed  # type: ignore[assignment]
@@ -117,7 +117,7 @@ def test_other_dtypes_of_x(dtype: torch.dtype) -> None:
     case = random_case(17, TOP_K, EXPERTS, WIDE.hidden, dtype=dtype).to("cuda")
     y = run(gpu_layer(WIDE), case)
     assert y.dtype == dtype
-    assert_close(y, expected(case, *gpu_weights(WIDE), "fp8"), WIDE.tolerance(17))
+    assert_close(y, expected(case, *gpu_weights(WIDE), "fp8"), *WIDE.tolerance(17))
 
 
 def test_shared_part_alone() -> None:
@@ -129,7 +129,7 @@ def test_shared_part_alone() -> None:
     assert not shared[:3].any()
     assert not shared[11:].any()
     want = expected(replace(case, shared_rows=(3, 11)), *gpu_weights(WIDE), "fp8")
-    assert_close(routed.double() + shared, want, WIDE.tolerance(17))
+    assert_close(routed.double() + shared, want, *WIDE.tolerance(17))
 
 
 def part(case: Case, rows: torch.Tensor) -> Case:

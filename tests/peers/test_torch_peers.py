@@ -51,7 +51,8 @@ def _scaled_mm(a: Tensor, b: Tensor, sa: Tensor, kind_a: Any, sb: Tensor, kind_b
     kinds = functional.ScalingType
     assert (kind_a, kind_b) == (kinds.BlockWise1x128, kinds.BlockWise128x128)
     assert sa.shape == (a.shape[0], a.shape[1] // 128)
-    assert sa.stride(0) == 1 or len(sa) == 1
+    assert sa.stride() == (1, len(sa))
+    assert len(sa) % 4 == 0
     groups = -(-a.shape[1] // 128)
     assert sb.shape == (groups + -groups % 4, b.shape[1] // 128)
     assert sb.stride(0) == 1

@@ -31,6 +31,7 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 def poison() -> None:
-    """NaN in the scratch memory that the next call takes over from the last one."""
-    for held in workspace._held.values():
-        held.memory.fill_(255)
+    """NaN in the scratch memory that the next call takes over from the last one, whichever mode that ran in."""
+    with torch.inference_mode():
+        for held in workspace._held.values():
+            held.memory.fill_(255)

@@ -45,10 +45,11 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``[M, K]`` to E4M3 and float32 scales ``[M, K / 128]``, amax / 448 a group, the first dimension contiguous."""
+    """``[M, K]`` to E4M3 and float32 scales ``[M, K / 128]`` with strides (1, M), amax / 448 a group."""
     wide = x.to(torch.float32).unflatten(-1, (-1, fp8.ACTIVATION_GROUP))
     scale = wide.abs().amax(-1, keepdim=True).clamp_min(fp8.AMAX_FLOOR) / fp8.MAX
-    return (wide / scale).to(torch.float8_e4m3fn).flatten(-2), scale[..., 0].t().contiguous().t()
+    columns = scale[..., 0].t().clone(memory_format=torch.contiguous_format)  # contiguous() leaves one row as it is
+    return (wide / scale).to(torch.float8_e4m3fn).flatten(-2), columns.t()
 
 
 class PlainLinear:
@@ -65,7 +66,8 @@ class BlockLinear:
     """``[N, K]`` E4M3 with 128x128 scales, by cuBLAS.
 
     Its scales are ``[ceil(K / 128) rounded up to 4, N / 128]``, the first dimension contiguous
-    (``cublasLtMatmulMatrixScale``, "128x128 2D block scaling for FP8").
+    (``cublasLtMatmulMatrixScale``, "128x128 2D block scaling for FP8"). It refuses one row (CUDA 13.0): tokens come in
+    fours, so that each column of their scales begins on 16 bytes.
     """
 
     def __init__(self, stored: QuantizedTensor) -> None:
@@ -75,8 +77,9 @@ class BlockLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         kinds = functional.ScalingType
-        values, scales = round_groups(x)
-        return functional.scaled_mm(
+        values, scales = round_groups(functional.pad(x, (0, 0, 0, -len(x) % 4)))
+        y = functional.scaled_mm(
             values, self.values, scales, kinds.BlockWise1x128, self.scales, kinds.BlockWise128x128,
             output_dtype=torch.bfloat16,
         )  # fmt: skip
+        return y[: len(x)]
