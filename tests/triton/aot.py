@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from foldmoe.backends.triton import steps
@@ -131,6 +132,14 @@ def spills(kernel: Any, folder: Path) -> dict[str, int]:
         "registers": registers, "stack": stack, "local": len(local), "local_in_loops": looped,
         "shared": kernel.metadata.shared,
     }  # fmt: skip
+
+
+def performance_warnings(kernel: Any, folder: Path) -> list[str]:
+    """What ptxas for sm_90 says of wgmma: C7510 and its kin."""
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(kernel.asm["ptx"])
+    command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(ptx), "-o", os.devnull]
+    return re.findall(r"C75\d\d[^\n]*", subprocess.run(command, capture_output=True, text=True, check=True).stderr)
 
 
 def _cuobjdump(flag: str, cubin: Path) -> str:

@@ -71,6 +71,33 @@ def _load_factor(
 
 
 @triton.jit
+def _step(
+    total, x_at, words, factor, scale, k0, K, BITS: tl.constexpr, PLANES: tl.constexpr, BK: tl.constexpr,
+    SCALE: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
+):
+    """One step's products onto ``total``. Upcast weights begin at zero: a sum that went on in the registers of the step
+    before would make ptxas serialise wgmma, whose operand comes out of registers too (C7515).
+    """
+    KW: tl.constexpr = BK // PLANES
+    part = total
+    if SCALE != 0:
+        part = tl.zeros_like(total)
+    for p in tl.static_range(PLANES):
+        if TAIL:
+            there = (k0 // PLANES + tl.arange(0, KW) < K // PLANES)[:, None]
+            xs = operand(tl.load(x_at + p * KW, mask=there, other=0.0))
+        else:
+            xs = operand(tl.load(x_at + p * KW))
+        part = tl.dot(weight(words, factor, p, BITS, SCALE, WIDE), xs, part)
+    if SCALE == PARTIAL_SCALE:
+        return total + part * scale
+    elif SCALE == FOLDED_SCALE:
+        return total + part
+    else:
+        return part
+
+
+@triton.jit
 def _accumulate(
     x, x_rows, w, s, s_col, w_rows, s_rows, w_rows2, s_rows2, K, PAIR: tl.constexpr, BITS: tl.constexpr,
     PLANES: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, SK: tl.constexpr,
@@ -100,41 +127,28 @@ def _accumulate(
             factor = _load_factor(s, s_rows, s_col, k0, K, BITS, PLANES, BK, WIDE, SK, TAIL, BN)
             if PAIR:
                 factor2 = _load_factor(s, s_rows2, s_col, k0, K, BITS, PLANES, BK, WIDE, SK, TAIL, BN)
+        scale = 1.0
+        scale2 = 1.0
         if SCALE == PARTIAL_SCALE:
             scale = tl.load(s + s_rows + k0 // SK * s_col).to(tl.float32)[:, None]
             if PAIR:
                 scale2 = tl.load(s + s_rows2 + k0 // SK * s_col).to(tl.float32)[:, None]
-            sum1 = tl.zeros([BN, BM], tl.float32)
-            sum2 = tl.zeros([BN, BM], tl.float32)
-        else:
-            sum1 = first
-            sum2 = second
-        for p in tl.static_range(PLANES):
-            if TAIL:
-                xs = operand(tl.load(x_at + k0 + p * KW, mask=(k0 // PLANES + j < K // PLANES)[:, None], other=0.0))
-            else:
-                xs = operand(tl.load(x_at + k0 + p * KW))
-            sum1 = tl.dot(weight(words, factor, p, BITS, SCALE, WIDE), xs, sum1)
-            if PAIR:
-                sum2 = tl.dot(weight(words2, factor2, p, BITS, SCALE, WIDE), xs, sum2)
-        if SCALE == PARTIAL_SCALE:
-            first += sum1 * scale
-            if PAIR:
-                second += sum2 * scale2
-        else:
-            first = sum1
-            second = sum2
+        first = _step(first, x_at + k0, words, factor, scale, k0, K, BITS, PLANES, BK, SCALE, WIDE, TAIL)
+        if PAIR:
+            second = _step(second, x_at + k0, words2, factor2, scale2, k0, K, BITS, PLANES, BK, SCALE, WIDE, TAIL)
     return first, second
 
 
 @triton.jit
 def _up_tile(
-    x, x_rows, w, s, w_row, s_row, s_col, out, out_rows, live, block, K, width, limit, OUT_PLANES: tl.constexpr,
-    OUT_BK: tl.constexpr, LIMIT: tl.constexpr, ROUND: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr,
-    BK: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, SN: tl.constexpr, SK: tl.constexpr,
-    TAIL: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    x, x_rows, w, s, w_row, s_row, s_col, out, out_rows, out_stride, live, block, K, width, limit,
+    OUT_PLANES: tl.constexpr, OUT_BK: tl.constexpr, LIMIT: tl.constexpr, ROUND: tl.constexpr, BITS: tl.constexpr,
+    PLANES: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, SN: tl.constexpr,
+    SK: tl.constexpr, TAIL: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):
-    """BN columns of the hidden activations of BM tokens: gate and up rows, SwiGLU, rounding."""
+    """BN columns of the hidden activations of BM tokens: gate and up rows, SwiGLU, rounding. Offsets of what it stores
+    are made of row numbers afterwards: held over the products they would spill.
+    """
     n = block * BN + tl.arange(0, BN)
     gate_row = tl.minimum(n, width - 1)  # rows beyond the matrix repeat its last one and are not stored
     up_row = gate_row + width
@@ -151,7 +165,8 @@ def _up_tile(
         tl.static_assert(BN == 128, "a tile is one quantisation group")
         hidden = quantize(hidden, amax_of(tl.where(used, hidden, 0.0), 0))
     mask = used & live[None, :]
-    tl.store(out + out_rows[None, :] + position(n, OUT_PLANES, OUT_BK)[:, None], narrow(hidden), mask=mask)
+    at = out + out_rows.to(tl.int64)[None, :] * out_stride + position(n, OUT_PLANES, OUT_BK)[:, None]
+    tl.store(at, narrow(hidden), mask=mask)
 
 
 @triton.jit
@@ -194,11 +209,11 @@ def up(
             row = pid // blocks * S_BM + tl.arange(0, S_BM)
             if (first < last) & (pid // blocks * S_BM < last) & (pid // blocks * S_BM + S_BM > first):
                 live = (row >= first) & (row < last)
-                token = tl.where(live, row, first).to(tl.int64)
+                token = tl.where(live, row, first)
                 _up_tile(
-                    s_x, token * s_x_stride, s_w, s_s, s_w_row, s_s_row, s_s_col, s_out, token * s_out_stride,
-                    live, pid % blocks, hidden, s_width, s_limit, S_OUT_PLANES, S_OUT_BK, S_LIMIT, ROUND, S_BITS,
-                    S_PLANES, S_BK, S_SCALE, S_WIDE, S_SN, S_SK, S_TAIL, BN, S_BM,
+                    s_x, token.to(tl.int64) * s_x_stride, s_w, s_s, s_w_row, s_s_row, s_s_col, s_out, token,
+                    s_out_stride, live, pid % blocks, hidden, s_width, s_limit, S_OUT_PLANES, S_OUT_BK, S_LIMIT,
+                    ROUND, S_BITS, S_PLANES, S_BK, S_SCALE, S_WIDE, S_SN, S_SK, S_TAIL, BN, S_BM,
                 )
     if ROUTED:
         if pid >= shared_programs:
@@ -213,7 +228,7 @@ def up(
                 source = (tl.load(order + place) // top_k).to(tl.int64)
                 _up_tile(
                     r_x, source * r_x_stride, r_w + expert * r_w_expert, r_s + expert * r_s_expert, r_w_row,
-                    r_s_row, r_s_col, r_out, place.to(tl.int64) * r_out_stride, live,
+                    r_s_row, r_s_col, r_out, place, r_out_stride, live,
                     (pid - shared_programs) % blocks, hidden, r_width, r_limit, R_OUT_PLANES, R_OUT_BK, R_LIMIT,
                     ROUND, R_BITS, R_PLANES, R_BK, R_SCALE, R_WIDE, R_SN, R_SK, R_TAIL, BN, R_BM,
                 )
