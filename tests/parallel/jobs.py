@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from foldmoe.parallel import DistributedTransport, ExpertParallelMoE, agree, simulate
 from foldmoe.planner import FusionPolicy, plan_checkpoint
-from tests.parallel.support import TOP_K, deal, make_case, pick, shard, virtual, weights_of
+from tests.parallel.support import TOP_K, crowd, deal, make_case, pick, shard, virtual, weights_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,16 +39,28 @@ def call(moe: ExpertParallelMoE, tokens: Tokens) -> torch.Tensor:
 
 
 def forward(
-    group: Any, fold: str, experts: int, counts: Sequence[int], seed: int = 0, late: Sequence[int] = (), **options: Any
+    group: Any,
+    fold: str,
+    experts: int,
+    counts: Sequence[int],
+    seed: int = 0,
+    late: Sequence[int] = (),
+    crowded: int | None = None,
+    **options: Any,
 ) -> Any:
-    """This rank's rows of the seeded case; ranks in ``late`` come 100 ms after the others, at every collective."""
+    """This rank's rows of the seeded case; ranks in ``late`` come 100 ms after the others, at every collective.
+
+    ``crowded``: all routes are on this rank's experts.
+    """
     dtype = options.get("dtype", torch.float32)
     moe = build(group, fold, experts, **{"dtype": dtype, "count_load": True} | options)
     rank = dist.get_rank(group)
     if rank in late:
         _delay(moe.transport)
-    case = make_case(sum(counts), experts, seed=seed, dtype=dtype).to(moe.transport.device)
-    y = call(moe, deal(case, counts)[rank])
+    case = make_case(sum(counts), experts, seed=seed, dtype=dtype)
+    if crowded is not None:
+        crowd(case, experts, len(counts), crowded)
+    y = call(moe, deal(case.to(moe.transport.device), counts)[rank])
     return {"y": y.to("cpu", torch.float32).numpy(), "stats": moe.stats(), "load": moe.load().tolist()}
 
 

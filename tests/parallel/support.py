@@ -123,3 +123,23 @@ def deal(case: Case, counts: Sequence[int]) -> list[Tokens]:
 
 def make_case(tokens: int, experts: int, top_k: int = TOP_K, **options: Any) -> Case:
     return random_case(tokens, top_k, experts, HIDDEN, **{"dtype": torch.float32} | options)
+
+
+def crowd(case: Case, experts: int, ranks: int, rank: int) -> Case:
+    """The same case with all routes, written over, on the experts of one rank: in turn, so that ids may repeat."""
+    held = Placement(ep_size=ranks, ep_rank=rank).experts(experts)
+    case.topk_ids.copy_(held.start + torch.arange(case.topk_ids.shape[1]) % len(held))
+    return case
+
+
+def redundant() -> tuple[ExpertWeights, ExpertWeights]:
+    """A layer of 5 experts as PLACED has them; PHYSICAL goes with it."""
+    routed, shared = weights_of(5)
+    return pick(routed, PLACED), shared
+
+
+def redundant_case(**options: Any) -> Case:
+    """4 tokens that choose experts 0 and 3 in both of their places; both are on two ranks of two or three."""
+    case = make_case(4, 5, **options)
+    case.topk_ids.copy_(torch.tensor([[0, 3, 1], [3, 0, -1], [4, 3, 0], [-1, 0, 2]]))
+    return case

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,10 +11,16 @@ import torch
 from foldmoe.moe import Placement
 from foldmoe.parallel import ExpertParallelMoE, Tokens, simulate
 from foldmoe.parallel.remap import remap
+from foldmoe.planner import LayerPlan
 from foldmoe.reference import reference_moe
 from tests.parallel.support import deal, make_case, shard, virtual, weights_of
 from tests.support.cases import FLOAT32_TOLERANCE, assert_close
 from tests.support.layers import HIDDEN, constant_experts, fold_layer, ones
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from foldmoe.backends import Call
 
 STRATEGIES: tuple[dict[str, Any], ...] = (
     {"strategy": "all_gather"},
@@ -124,19 +131,39 @@ def test_case_60_capacity_8_and_9_tokens(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", STRATEGIES)
-def test_case_62_sizes_and_folding_come_from_shared_facts(options: dict[str, Any], monkeypatch: Any) -> None:
+@pytest.mark.parametrize("counts", [(5, 3), (3, 5), (3, 3), (5, 0)])
+def test_case_62_sizes_and_folding_come_from_shared_facts(
+    options: dict[str, Any], counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers fold from 4 tokens on: what ran is looked at, so that a rank that went by its own 3 or 0 would show."""
     moe = virtual(weights_of(4), simulate(2), dtype=torch.float32, **options)
+    launched: list[tuple[int, bool]] = []
     asked: list[int] = []
-    plan = type(moe.layers[0].plan)
+    folds_at = LayerPlan.folds_at
 
-    def folds_at(self: Any, tokens: int) -> bool:
+    def ask(plan: LayerPlan, tokens: int) -> bool:
         asked.append(tokens)
-        return True
+        return folds_at(plan, tokens)
 
-    monkeypatch.setattr(plan, "folds_at", folds_at)
-    moe.forward_ranks(deal(make_case(8, 4), [5, 3]))
-    assert moe.stats()["rows"] == 5
-    assert asked == [5, 5], "both ranks ask about the same size"
+    def watch(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def launch(call: Call, *, folded: bool) -> torch.Tensor:
+            launched.append((len(call.x), folded))
+            return forward(call, folded=folded)
+
+        return launch
+
+    monkeypatch.setattr(LayerPlan, "folds_at", ask)
+    for layer in moe.local_layers:
+        layer.plan = replace(layer.plan, fold_rows=((4, None),))
+        monkeypatch.setattr(layer.packed, "forward", watch(layer.packed.forward))
+    case, rows = make_case(sum(counts), 4), max(counts)
+    y = torch.cat(moe.forward_ranks(deal(case, counts)))
+    assert moe.stats()["rows"] == rows
+    assert asked == [rows, rows], "both ranks ask about the same size"
+    assert [folded for _, folded in launched] == [rows >= 4] * 2
+    if options["strategy"] == "all_gather":
+        assert [tokens for tokens, _ in launched] == [2 * rows] * 2, "a launch has the places of both ranks"
+    assert_close(y, reference_moe(*case.args, *weights_of(4)), FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("options", STRATEGIES)

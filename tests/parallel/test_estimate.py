@@ -21,6 +21,7 @@ from foldmoe.parallel.estimate import Estimate, Phases, estimate, local_work, re
 from foldmoe.parallel.exchange_times import MEASURED, Cost
 from foldmoe.parallel.kernel_times import Floor, Measured
 from foldmoe.parallel.links import find_link
+from foldmoe.parallel.scheme import largest_buffers
 from foldmoe.planner import CheckpointPlan, FusionPolicy, plan_checkpoint
 from foldmoe.planner.devices import KNOWN, Device
 from tests.parallel.support import HIDDEN, TOP_K, virtual, weights_of
@@ -241,6 +242,7 @@ def test_the_command_prints_times_and_what_they_rest_on(flash: CheckpointPlan, t
         "link: nvlink, 382 GB/s a direction (measured: plain copies",
         "symmetric",
         "exchanges: fixed times and times a byte as measured on two H200s",
+        "rest: what a total takes beyond its phases",
         "local: floor at 4.62 TB/s and 1,427 TFLOP/s (measured, 8192^3), divided by an efficiency of 0.62",
         "uniform routing",
         "buffers a rank at 128 tokens, worst routing",
@@ -252,6 +254,14 @@ def test_the_command_prints_times_and_what_they_rest_on(flash: CheckpointPlan, t
     assert "local: measured in 6 of 12 rows" in output
     assert "symmetric" not in output  # no GPU writes to another's memory over InfiniBand
     assert "local elsewhere: floor at" in output
+
+
+def test_json_carries_the_buffers_without_an_estimate(flash: CheckpointPlan) -> None:
+    code, output = run(
+        flash.source, "--ep", "8", "--device", "h200", "--backend", "torch", "--tokens", "1,128", "--json"
+    )
+    assert code == 0, output
+    assert json.loads(output)["buffers"] == largest_buffers(flash.layers, 128)
 
 
 def test_json_carries_the_estimate(flash: CheckpointPlan) -> None:

@@ -11,7 +11,19 @@ import torch
 from foldmoe.formats import Format
 from foldmoe.parallel import ExpertParallelMoE, Tokens, simulate
 from foldmoe.reference import reference_moe
-from tests.parallel.support import HIDDEN, PHYSICAL, PLACED, TOP_K, deal, make_case, pick, shard, virtual, weights_of
+from tests.parallel.support import (
+    HIDDEN,
+    PHYSICAL,
+    PLACED,
+    TOP_K,
+    crowd,
+    deal,
+    make_case,
+    pick,
+    shard,
+    virtual,
+    weights_of,
+)
 from tests.support.cases import BF16_TOLERANCE, FLOAT32_TOLERANCE, FP8_TOLERANCE, assert_close, cases, random_case
 
 if TYPE_CHECKING:
@@ -112,13 +124,19 @@ def test_every_awkward_input(fold: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", STRATEGIES)
 @pytest.mark.parametrize("fold", ["native", "slot"])
-@pytest.mark.parametrize("expert", [0, 6])
-def test_all_tokens_to_one_rank(fold: str, expert: int, options: dict[str, Any]) -> None:
-    weights, case = weights_of(7), make_case(TOKENS, 7)
-    case.topk_ids.fill_(expert)
-    moe = virtual(weights, simulate(4), fold, dtype=torch.float32, activations="bf16", **options)
-    y = torch.cat(moe.forward_ranks(deal(case, COUNTS[4])))
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_all_routes_on_one_ranks_experts(ranks: int, last: bool, fold: str, options: dict[str, Any]) -> None:
+    """On one expert where that rank has no other."""
+    group, rank = simulate(ranks), min(ranks, 7) - 1 if last else 0
+    weights, case = weights_of(7), crowd(make_case(TOKENS, 7), 7, ranks, rank)
+    moe = virtual(weights, group, fold, dtype=torch.float32, activations="bf16", **options)
+    y = torch.cat(moe.forward_ranks(deal(case, COUNTS[ranks])))
     assert_close(y, reference_moe(*case.args, *weights), FLOAT32_TOLERANCE)
+    if options["strategy"] == "all_to_all":
+        numbers = 8 * (1 + ranks)  # its tokens, then its rows for each rank
+        away = torch.arange(ranks) != rank
+        assert (group.moved[away][:, away].fill_diagonal_(numbers) == numbers).all(), "tokens go to that rank alone"
 
 
 @pytest.mark.parametrize("options", STRATEGIES)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ pytest.importorskip("triton")
 
 from foldmoe.backends.triton.launch import launch_in_order
 from foldmoe.parallel.rows import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_the_kernel_equals_the_torch_expression() -> None:
@@ -62,16 +65,31 @@ def test_the_kernel_compiles_for_gpus(target: tuple[str, int | str, int], intege
 def test_the_kernel_on_a_gpu(top_k: int, dtype: torch.dtype) -> None:
     slots, tokens = SlotMap.even(385, 8), 1000
     ids, weights = torch.randint(-1, 385, (tokens, top_k), dtype=dtype), torch.rand(tokens, top_k)
-    found = remap(ids.cuda(), weights.cuda(), slots, 5)
-    for mine, truth in zip(found, remap(ids, weights, slots, 5), strict=True):
+    found = remap(ids.cuda(), weights.cuda(), slots, 5, top_k=top_k)
+    for mine, truth in zip(found, remap(ids, weights, slots, 5, top_k=top_k), strict=True):
         assert torch.equal(mine.cpu(), truth)
 
 
 def test_on_a_cpu_it_is_the_torch_expression() -> None:
     ids, weights = torch.tensor([[0, 3], [-1, 2]]), torch.rand(2, 2)
-    found = remap(ids, weights, SlotMap((2, 2)), 1)
+    found = remap(ids, weights, SlotMap((2, 2)), 1, top_k=2)
     expected = append_shared_slot(ids, weights, experts_per_rank=2, rank=1, top_k=2)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("mapping", [remap, launch])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_list_that_was_remapped_is_refused(mapping: Callable[..., Any], dtype: torch.dtype) -> None:
+    """Its slots would pass for experts, wherever they are few enough: top_k alone tells."""
+    slots = SlotMap((4, 4))
+    ids, weights = torch.tensor([[0, 1], [-1, 2]], dtype=dtype), torch.rand(2, 2)
+    once = remap(ids, weights, slots, 0, top_k=2)
+    assert int(once[0].max()) < slots.num_experts
+    message = "the route list is 3 wide but the router chooses 2: a shared slot is appended here and never comes from"
+    with pytest.raises(ValueError, match=message):
+        mapping(*once, slots, 0, top_k=2)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'top_k'"):
+        mapping(*once, slots, 0)
 
 
 def test_a_compile_during_a_graph_capture_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +98,7 @@ def test_a_compile_during_a_graph_capture_is_refused_with_advice(monkeypatch: py
     monkeypatch.setattr(kernels, "_started", {})
     advice = "would be compiled during a CUDA graph capture; warm up first: call foldmoe.warmup"
     with pytest.raises(RuntimeError, match=f"'remap_kernel' {advice}"):
-        launch(torch.zeros(2, 2).long(), torch.zeros(2, 2), SlotMap((2, 2)), 0)
+        launch(torch.zeros(2, 2).long(), torch.zeros(2, 2), SlotMap((2, 2)), 0, top_k=2)
     moe = virtual(weights_of(4), simulate(1), dtype=torch.float32)
     part = moe.route(0, deal(make_case(3, 4), [3])[0], 1.0)
     with pytest.raises(RuntimeError, match=f"'pack_kernel' {advice}"):
@@ -120,9 +138,9 @@ def test_arguments_in_order_reach_the_kernel_by_name(monkeypatch: pytest.MonkeyP
 def test_the_launcher_refuses_what_does_not_fit() -> None:
     slots = SlotMap((2, 2))
     with pytest.raises(TypeError, match=r"int32 or int64, found torch\.float32"):
-        launch(torch.zeros(2, 2), torch.zeros(2, 2), slots, 0)
+        launch(torch.zeros(2, 2), torch.zeros(2, 2), slots, 0, top_k=2)
     with pytest.raises(ValueError, match=r"do not fit"):
-        launch(torch.zeros(2, 2).long(), torch.zeros(2, 1), slots, 0)
+        launch(torch.zeros(2, 2).long(), torch.zeros(2, 1), slots, 0, top_k=2)
     with pytest.raises(ValueError, match="2 wide but the router chooses 1"):
         launch(torch.zeros(2, 2).long(), torch.zeros(2, 2), slots, 0, top_k=1)
 

@@ -67,6 +67,24 @@ def test_the_widest_routing_sends_and_gets_back_the_stated_bytes(
     assert set(coming[-1]) == {sizes["results received"]}
 
 
+def test_results_by_route_take_the_stated_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are laid out in float32 before they are added: the largest zeros that an exchange makes."""
+    capacity, made, zeros = 5, [], torch.zeros
+
+    def counted(*shape: Any, **options: Any) -> torch.Tensor:
+        found = zeros(*shape, **options)
+        made.append(found.nbytes)
+        return found
+
+    moe = virtual(weights_of(4), simulate(2), strategy="all_to_all", order="route", max_tokens_per_rank=capacity)
+    parts = deal(make_case(2 * capacity, 4, dtype=torch.bfloat16), [capacity] * 2)
+    monkeypatch.setattr(torch, "zeros", counted)
+    moe.forward_ranks(parts)
+    assert max(made) == moe.buffer_bytes()["results by route"]
+    by_rank = virtual(weights_of(4), simulate(2), strategy="all_to_all", max_tokens_per_rank=capacity)
+    assert "results by route" not in by_rank.buffer_bytes()
+
+
 def watch(group: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], list[list[int]]]:
     """Bytes that each rank handed to each collective, and got."""
     going: list[list[int]] = []

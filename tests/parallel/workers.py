@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PATIENCE = 100.0
-"""Seconds that the slowest job may take."""
+"""Seconds that a job may take unless told otherwise."""
 
 
 class JobError(Exception):
@@ -51,16 +51,16 @@ class Workers:
             if process.is_alive():
                 process.kill()
 
-    def run(self, job: str, ranks: int, **arguments: Any) -> list[Any]:
+    def run(self, job: str, ranks: int, *, patience: float = PATIENCE, **arguments: Any) -> list[Any]:
         """The job on the first ``ranks`` ranks; a result each, a :class:`JobError`, or None from a rank that died."""
         pipes = self._pipes[:ranks]
         for pipe in pipes:
             pipe.send((job, ranks, arguments))
-        return [_answer(pipe) for pipe in pipes]
+        return [_answer(pipe, patience) for pipe in pipes]
 
 
-def _answer(pipe: Connection) -> Any:
-    if not pipe.poll(PATIENCE):
+def _answer(pipe: Connection, patience: float) -> Any:
+    if not pipe.poll(patience):
         raise TimeoutError("a worker does not answer: hung")
     try:
         return pipe.recv()

@@ -17,6 +17,7 @@ from foldmoe import FoldedMoE, FusionPolicy, LayerPlan
 from foldmoe.backends import Call, PackedLayer, get
 from foldmoe.cli.main import app
 from foldmoe.moe import Placement
+from foldmoe.parallel import ExpertParallelMoE, simulate
 from foldmoe.planner.devices import Device, resolve
 from foldmoe.runtime import kernel_cache, kernels
 from foldmoe.runtime.kernels import Compiler, compiling
@@ -208,6 +209,22 @@ def test_warmup_runs_every_layer_at_every_size() -> None:
     model = torch.nn.Sequential(*layers)
     assert foldmoe.warmup(model, [1, 5], on_device=["num_valid_tokens"]) == 8
     assert met == [(m, kind, True) for m in (1, 5) for kind in (torch.int32, torch.int64)] * 2
+
+
+def test_warmup_runs_a_layer_over_all_its_ranks() -> None:
+    """Exchange kernels too, which no plan of a rank's own layer holds."""
+    policy, group = FusionPolicy(backend="torch"), simulate(2)
+    layers = [
+        FoldedMoE(*support.weights(), policy=policy, top_k=2, placement=Placement(2, rank), name="moe")
+        for rank in range(2)
+    ]
+    moe = ExpertParallelMoE(layers, group, max_tokens_per_rank=8, count_load=True)
+    assert foldmoe.warmup(moe, [1, 8]) == 4
+    assert moe.stats()["tokens"] == 16
+    assert group.moved.any()
+    assert not moe.load().any()
+    with pytest.raises(ValueError, match="rank 0 has 9 tokens"):
+        foldmoe.warmup(moe, [9])
 
 
 def test_warmup_says_what_it_cannot_warm() -> None:

@@ -70,6 +70,8 @@ def plan(
         }
         if expected:
             extra["estimate"] = expected.as_dict()
+        elif buffers:
+            extra["buffers"] = buffers
         typer.echo(json.dumps(found.as_dict() | extra, indent=2))
         return
     console().print(plan_table(found))

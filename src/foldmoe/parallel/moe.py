@@ -162,7 +162,8 @@ class ExpertParallelMoE(torch.nn.Module):
             ValueError, TypeError: more tokens than capacity (on every rank), or arguments that do not fit: on every
                 rank, or with ``tokens_across_ranks`` here alone, since no counts are exchanged that could tell the
                 others. Those run into the group's timeout.
-            GroupError: another rank has left, or did not answer in the group's timeout.
+            GroupError: another rank has left, or did not answer in the group's timeout (gloo; see
+                :class:`foldmoe.parallel.GroupError` for NCCL).
         """
         tokens = Tokens(x, topk_ids, topk_weights, shared_weights, num_valid_tokens)
         return self.forward_ranks([tokens], routed_scale=routed_scale, tokens_across_ranks=tokens_across_ranks)[0]
@@ -237,7 +238,7 @@ class ExpertParallelMoE(torch.nn.Module):
         if self.exchange.takes_experts or not self.scheme.slot:
             return Routed(rank, tokens.x, ids, weights, None, gate)
         k = self.scheme.top_k
-        ids, weights = remap(ids, weights, self.scheme.slots, rank, shared_weights=gate, top_k=k, strays=self._strays)
+        ids, weights = remap(ids, weights, self.scheme.slots, rank, top_k=k, shared_weights=gate, strays=self._strays)
         return Routed(rank, tokens.x, ids[:, :k], weights[:, :k], ids[:, k:], gate)
 
     def _without_strays(self, ids: Tensor) -> Tensor:
@@ -273,6 +274,25 @@ class ExpertParallelMoE(torch.nn.Module):
             return
         for n, batch in enumerate(batches):
             self._load[n] += expert_load(batch.topk_ids[: batch.count], self.num_logical)
+
+    def warm(self, tokens: int, ids: torch.dtype, *, gated: bool) -> None:
+        """One call with ``tokens`` on every rank, routed over all experts; every rank must make it. It adds no load.
+
+        Args:
+            ids: dtype of topk_ids. gated: with ``shared_weights``.
+        """
+        device, k = self.transport.device, self.scheme.top_k
+        routes = torch.arange(tokens * k, device=device).view(tokens, k) % self.num_logical
+        batch = Tokens(
+            torch.zeros(tokens, self.scheme.hidden, dtype=self.scheme.dtype, device=device),
+            routes.to(ids),
+            torch.full((tokens, k), 1 / max(1, k), device=device),
+            torch.ones(tokens, device=device) if gated else None,
+        )
+        ranks, load = self.transport, None if self._load is None else self._load.clone()
+        self.forward_ranks([batch] * len(ranks.ranks), tokens_across_ranks=[tokens] * ranks.size)
+        if load is not None:
+            self._load = load
 
     def load(self) -> Tensor:
         """Routes per logical routed expert over all ranks and calls so far, ``[n]`` int64; every rank must call it.

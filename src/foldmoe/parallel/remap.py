@@ -20,8 +20,8 @@ def remap(
     slots: SlotMap,
     rank: int,
     *,
+    top_k: int,
     shared_weights: Tensor | None = None,
-    top_k: int | None = None,
     strays: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Routed ids to slots, and the route to ``rank``'s shared slot appended.
@@ -31,8 +31,8 @@ def remap(
         weights: ``[M, K]`` float32.
         slots: experts and slots of all ranks.
         rank: whose tokens these are.
+        top_k: the layer's K. A list of another width is refused: one with a slot must not get a second.
         shared_weights: ``[M]``; 1 where None.
-        top_k: the layer's K; a list of another width is refused. None: the list's own.
         strays: one int64 element that counts ids out of range, on a GPU.
 
     Returns:
@@ -43,11 +43,10 @@ def remap(
         TypeError: ids that are no integers.
     """
     if ids.is_cuda and find_spec("triton") is not None:
-        return launch(ids, weights, slots, rank, shared_weights=shared_weights, top_k=top_k, strays=strays)
+        return launch(ids, weights, slots, rank, top_k=top_k, shared_weights=shared_weights, strays=strays)
     return append_shared_slot(
-        ids, weights, experts_per_rank=slots.experts_per_rank, rank=rank, shared_weights=shared_weights,
-        top_k=ids.shape[-1] if top_k is None else top_k,
-    )  # fmt: skip
+        ids, weights, experts_per_rank=slots.experts_per_rank, rank=rank, shared_weights=shared_weights, top_k=top_k
+    )
 
 
 def launch(
@@ -56,8 +55,8 @@ def launch(
     slots: SlotMap,
     rank: int,
     *,
+    top_k: int,
     shared_weights: Tensor | None = None,
-    top_k: int | None = None,
     strays: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`remap` as the Triton kernel, whatever the device (the interpreter runs it on a CPU)."""
@@ -69,7 +68,7 @@ def launch(
         raise TypeError(f"expert ids must be int32 or int64, found {ids.dtype}")
     if weights.shape != ids.shape or (shared_weights is not None and shared_weights.numel() != tokens):
         raise ValueError(f"ids {list(ids.shape)}, weights {list(weights.shape)} and [M] shared weights do not fit")
-    if top_k is not None and width != top_k:
+    if width != top_k:
         raise ValueError(
             f"the route list is {width} wide but the router chooses {top_k}: "
             "a shared slot is appended here and never comes from the router"

@@ -142,7 +142,8 @@ class Scheme:
     def buffers(self) -> dict[str, int]:
         """Bytes of every buffer of one exchange at capacity and under the worst routing: all tokens to this rank.
 
-        Nothing larger is ever allocated, since more tokens than ``capacity`` never start an exchange.
+        More tokens than ``capacity`` never start an exchange. The sum of a rank's own tokens, ``[T, H]`` float32, comes
+        on top.
         """
         tokens, others = self.capacity, self.ranks - 1
         gathers, row, result = self.dispatch == "all_gather", self.wire.row_bytes, self.result_bytes
@@ -161,12 +162,15 @@ class Scheme:
         }
         if self.dispatch == "symmetric":
             return {"mailbox": 2 * self.mailbox_bytes, **local}
-        return {
+        found = {
             "rows sent": sent * row,
             "rows received": held * row if gathers else others * tokens * row,
             **local,
             "results received": held * result if gathers else tokens * returns * result,
         }
+        if self.order == "route":
+            found["results by route"] = tokens * self.top_k * self.hidden * 4
+        return found
 
     def facts(self) -> dict[str, Any]:
         """For the comparison over ranks, beside the plan's own decision."""

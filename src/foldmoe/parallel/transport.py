@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 class GroupError(RuntimeError):
-    """A collective did not complete: another rank is gone, or did not answer in the group's timeout."""
+    """A collective did not complete: another rank is gone, or did not answer in the group's timeout.
+
+    Over gloo. NCCL's calls return before they are done: there torch's watchdog ends the process at the timeout, unless
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` says otherwise.
+    """
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -13,6 +13,18 @@ from foldmoe.warming.variants import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+@runtime_checkable
+class Spread(Protocol):
+    """A layer over several ranks: :class:`foldmoe.parallel.ExpertParallelMoE`."""
+
+    @property
+    def local_layers(self) -> list[FoldedMoE]:
+        """Its layers here, which run as parts of it."""
+
+    def warm(self, tokens: int, ids: torch.dtype, *, gated: bool) -> None:
+        """One call with as many tokens on every rank."""
 
 
 @torch.no_grad()
@@ -32,8 +44,10 @@ def warmup(
     during a capture raises.
 
     Args:
-        layer_or_model: a :class:`foldmoe.FoldedMoE` or a module that holds some.
-        tokens: batch sizes, under expert parallelism those that reach a rank.
+        layer_or_model: a :class:`foldmoe.FoldedMoE`, a :class:`foldmoe.parallel.ExpertParallelMoE`, which all ranks
+            warm up at once, or a module that holds some.
+        tokens: batch sizes; of an ``ExpertParallelMoE`` those of every rank, of a layer that an engine runs under
+            expert parallelism those that reach it.
         dtype: of x. ids: dtypes of topk_ids.
         on_device: arguments that will come as device tensors: "num_valid_tokens", "shared_rows".
         shared_weights: whether calls give ``shared_weights``; None: where the layer's plan says that it has a gate.
@@ -48,6 +62,8 @@ def warmup(
         RuntimeError: a kernel that does not compile.
     """
     layers = [module for module in layer_or_model.modules() if isinstance(module, FoldedMoE)]
+    spread = [module for module in layer_or_model.modules() if isinstance(module, Spread)]
+    inside = {id(layer) for module in spread for layer in module.local_layers}
     if not layers:
         raise ValueError(f"no FoldedMoE in {type(layer_or_model).__name__}: fold the model first")
     calls = Calls(tuple(tokens), dtype, tuple(ids), tuple(on_device), shared_weights)
@@ -56,15 +72,21 @@ def warmup(
             raise ValueError(f"{layer.plan.layer}: top-k is not known; build it with FoldedMoE(..., top_k=K)")
     gpus = {layer.device for layer in layers if layer.device.type == "cuda"}
     for gpu in gpus:
-        plans = [layer.plan for layer in layers if layer.device == gpu]
-        compile_ahead(plans, calls, resolve(gpu), processes=processes)
-    for layer in layers:
+        plans = [layer.plan for layer in layers if layer.device == gpu and id(layer) not in inside]
+        if plans:
+            compile_ahead(plans, calls, resolve(gpu), processes=processes)
+    alone = [layer for layer in layers if id(layer) not in inside]
+    for layer in alone:
         for size in calls.tokens:
             for kind in calls.ids:
                 _run(layer, calls, size, kind)
+    for module in spread:
+        for size in calls.tokens:
+            for kind in calls.ids:
+                module.warm(size, kind, gated=calls.gated(module.local_layers[0].plan))
     for gpu in gpus:
         torch.cuda.synchronize(gpu)
-    return len(layers) * len(calls.tokens) * len(calls.ids)
+    return (len(alone) + len(spread)) * len(calls.tokens) * len(calls.ids)
 
 
 def _run(layer: FoldedMoE, calls: Calls, tokens: int, ids: torch.dtype) -> None:

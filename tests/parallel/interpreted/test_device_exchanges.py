@@ -12,7 +12,18 @@ from foldmoe.parallel import rows, simulate
 from foldmoe.parallel.device_exchanges import DeviceAllGather, DeviceAllToAll
 from foldmoe.parallel.rows import Rows
 from foldmoe.parallel.scatter import AllToAll
-from tests.parallel.support import deal, make_case, register_rows, virtual, weights_of
+from foldmoe.reference import reference_moe
+from tests.parallel.support import (
+    PHYSICAL,
+    deal,
+    make_case,
+    redundant,
+    redundant_case,
+    register_rows,
+    virtual,
+    weights_of,
+)
+from tests.support.cases import FLOAT32_TOLERANCE, assert_close
 
 if TYPE_CHECKING:
     from foldmoe.parallel import ExpertParallelMoE
@@ -72,6 +83,21 @@ def test_every_width_and_int32_ids(top_k: int, fold: str, strategy: str) -> None
     parts = deal(case, [2, 0, 1])
     for found, expected in zip(with_kernels(fast).forward_ranks(parts), plain.forward_ranks(parts), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+@pytest.mark.parametrize("fold", ["native", "slot"])
+@pytest.mark.parametrize("counts", [[2, 0, 2], [4]])
+def test_redundant_experts(counts: list[int], fold: str, strategy: str) -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "strategy": strategy, "physical": PHYSICAL, "backend": "rows"}
+    case = redundant_case()
+    plain, fast = (virtual(redundant(), simulate(len(counts)), fold, count_load=True, **options) for _ in range(2))
+    parts = deal(case, counts)
+    expected = plain.forward_ranks(parts)
+    for found, wanted in zip(with_kernels(fast).forward_ranks(parts), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert_close(torch.cat(expected), reference_moe(*case.args, *weights_of(5)), FLOAT32_TOLERANCE)
+    assert fast.load().tolist() == [4, 1, 1, 3, 1]
 
 
 def test_a_message_is_the_wires() -> None:

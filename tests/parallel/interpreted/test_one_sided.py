@@ -12,7 +12,16 @@ from foldmoe.formats import fp8
 from foldmoe.parallel import GroupError, simulate
 from foldmoe.parallel.mailbox import HEADER, Unavailable, open_mailboxes
 from foldmoe.parallel.one_sided import OneSided
-from tests.parallel.support import deal, make_case, register_rows, virtual, weights_of
+from tests.parallel.support import (
+    PHYSICAL,
+    deal,
+    make_case,
+    redundant,
+    redundant_case,
+    register_rows,
+    virtual,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from foldmoe.parallel import ExpertParallelMoE
@@ -47,6 +56,21 @@ def outputs(strategy: str, counts: list[int], fold: str, experts: int, **options
 def test_the_bits_of_an_all_gather(fold: str, counts: list[int], experts: int, options: dict[str, Any]) -> None:
     found, expected = (outputs(s, counts, fold, experts, **options) for s in ("symmetric", "all_gather"))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("fold", ["native", "slot"])
+@pytest.mark.parametrize("counts", [[2, 2], [2, 0, 2]])
+def test_redundant_experts_have_the_bits_of_an_all_gather(fold: str, counts: list[int]) -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "physical": PHYSICAL, "backend": "rows"}
+    case = redundant_case()
+    found, expected = (
+        virtual(redundant(), simulate(len(counts)), fold, strategy=strategy, **options)
+        for strategy in ("symmetric", "all_gather")
+    )
+    assert found.fallback is None
+    for _ in range(2):
+        for mine, wanted in zip(*(moe.forward_ranks(deal(case, counts)) for moe in (found, expected)), strict=True):
+            assert torch.equal(mine, wanted)
 
 
 def pair(timeout: float = 1e-5, **options: Any) -> ExpertParallelMoE:

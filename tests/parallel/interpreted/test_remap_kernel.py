@@ -24,7 +24,7 @@ def test_every_width_and_both_integers(top_k: int, dtype: torch.dtype) -> None:
             weights = torch.rand(tokens, top_k, generator=dice)
             gate = torch.rand(tokens, generator=dice) if gated else None
             rank = (tokens + top_k) % len(counts)
-            found = launch(ids, weights, slots, rank, shared_weights=gate)
+            found = launch(ids, weights, slots, rank, top_k=top_k, shared_weights=gate)
             expected = append_shared_slot(
                 ids, weights, experts_per_rank=counts, rank=rank, top_k=top_k, shared_weights=gate
             )
@@ -36,13 +36,13 @@ def test_every_width_and_both_integers(top_k: int, dtype: torch.dtype) -> None:
 def test_strays_become_minus_one_and_are_counted() -> None:
     strays = torch.zeros(1, dtype=torch.int64)
     ids = torch.tensor([[0, 9, -1], [-7, 3, 8]])
-    found, _ = launch(ids, torch.ones(2, 3), SlotMap((4, 4)), 1, strays=strays)
+    found, _ = launch(ids, torch.ones(2, 3), SlotMap((4, 4)), 1, top_k=3, strays=strays)
     assert found.tolist() == [[0, -1, -1, 9], [-1, 3, -1, 9]]
     assert strays.tolist() == [3]
 
 
 def test_columns_of_a_wider_tensor() -> None:
     ids, weights = torch.tensor([[0, 1, 9], [3, 2, 9]])[:, :2], torch.rand(2, 3)[:, :2]
-    found, kept = launch(ids, weights, SlotMap((2, 2)), 0)
+    found, kept = launch(ids, weights, SlotMap((2, 2)), 0, top_k=2)
     assert found.tolist() == [[0, 1, 2], [4, 3, 2]]
     assert torch.equal(kept[:, :2], weights)
