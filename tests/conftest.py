@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -12,6 +14,9 @@ settings.register_profile(
     "foldmoe", deadline=None, max_examples=40, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("foldmoe")
+
+# `timeout` ends a run with SIGTERM, which would leave the servers that tests started behind.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 torch.set_num_threads(1)  # the layers here are small; more threads only contend with other processes
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 GAP = 1e-2
 """Positions whose two likeliest tokens lie closer than this may swap them for a rounding."""
 
+EDGE = 0.05
+"""Quantised values on the edge of two E4M3 numbers fall to either: where tokens differ, they lie closer than this."""
+
 PROMPTS = [[random.Random(seed).randrange(3, 512) for _ in range(48)] for seed in range(6)]
 
 Scores = list[list[list[tuple[float, int]]]]
@@ -33,8 +36,36 @@ def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
             server.stop()
 
 
+def greedy(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+    """The sixteen tokens that it says after each prompt."""
+    body = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answers = [server.post("v1/completions", {"prompt": prompt, **body}) for prompt in prompts]
+    return [answer["choices"][0]["token_ids"] for answer in answers]
+
+
+def clear_choices(judge: Server, prompts: list[list[int]], said: list[list[int]]) -> list[tuple[int, int]]:
+    """(token that was said, the judge's likeliest there), where the judge, which reads the same words, is clear."""
+    scores = judge.scores([prompt + tokens for prompt, tokens in zip(prompts, said, strict=True)])
+    return [
+        (token, ranked[0][1])
+        for tokens, found in zip(said, scores, strict=True)
+        for token, ranked in zip(tokens, found[-len(tokens) :], strict=True)
+        if _gap(ranked) > GAP
+    ]
+
+
 def agreement(one: Scores, other: Scores) -> tuple[int, int, int]:
     """(positions with a clear winner, those where both servers name the same, all positions)."""
     pairs = [(p, q) for a, b in zip(one, other, strict=True) for p, q in zip(a, b, strict=True)]
-    clear = [(p, q) for p, q in pairs if p[0][0] - p[1][0] > GAP]
+    clear = [(p, q) for p, q in pairs if _gap(p) > GAP]
     return len(clear), sum(p[0][1] == q[0][1] for p, q in clear), len(pairs)
+
+
+def gaps_of_differing(one: Scores, other: Scores) -> list[float]:
+    """How far apart the first server's two likeliest tokens are where both have a clear winner but name another."""
+    pairs = [(p, q) for a, b in zip(one, other, strict=True) for p, q in zip(a, b, strict=True)]
+    return sorted(_gap(p) for p, q in pairs if _gap(p) > GAP and p[0][1] != q[0][1])
+
+
+def _gap(ranked: list[tuple[float, int]]) -> float:
+    return ranked[0][0] - ranked[1][0]

@@ -31,6 +31,11 @@ def test_a_command_with_nothing_against_it() -> None:
         ("m --enable-lora --max-loras 2", "--enable-lora", "leave it out"),
         ("m --enable-sleep-mode", "--enable-sleep-mode", "leave it out"),
         ("m --cpu-offload-gb 8", "--cpu-offload-gb", "leave it out"),
+        ("m --offload-group-size 8", "--offload-group-size", "leave it out"),
+        ("m --ubatch-size 2", "--ubatch-size", "leave it out"),
+        ("m --prefill-context-parallel-size 2", "--prefill-context-parallel-size", "leave it out"),
+        ("m --dtype float16", "--dtype", "bfloat16"),
+        ("m --quantization fp8", "--quantization", "leave it out"),
         ("m -tp 2 -dp 4 --enable-expert-parallel", "--tensor-parallel-size", "one of the two"),
         ("m -dp 8 -ep --all2all-backend=deepep_low_latency", "--all2all-backend", "allgather_reducescatter"),
         ("m --moe_backend deep_gemm_mega_moe", "--moe-backend", "bypasses"),
@@ -42,6 +47,10 @@ def test_what_to_change_is_said_flag_by_flag(words: str, subject: str, change: s
     line = _advise(words)[subject]
     assert not line.ok
     assert change in line.what_to_do
+
+
+def test_flags_that_turn_nothing_on_are_no_obstacle() -> None:
+    assert _advise("m --ubatch-size 0 -pcp 1 --cpu-offload-gb 0 --dtype bfloat16")["command"].ok
 
 
 def test_other_commands_are_refused() -> None:

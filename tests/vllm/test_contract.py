@@ -129,7 +129,7 @@ def test_a_method_has_all_that_vllm_asks_of_it(vllm: Source) -> None:
         (f"{MOE}/expert_map_manager.py", "ExpertMapManager", "num_fused_shared_experts"),
         (f"{MOE}/runner/moe_runner.py", "MoERunner", "shared_experts _forward_impl routed_scaling_factor"),
         (f"{MOE}/runner/shared_experts.py", "SharedExperts", "_stream"),
-        ("config/parallel.py", "ParallelConfig", "enable_dbo expert_placement_strategy enable_elastic_ep"),
+        ("config/parallel.py", "ParallelConfig", "enable_dbo ubatch_size expert_placement_strategy enable_elastic_ep"),
         ("config/cache.py", "CacheConfig", "num_gpu_blocks"),
         ("config/load.py", "LoadConfig", "load_format"),
         (

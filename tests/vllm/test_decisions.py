@@ -62,7 +62,8 @@ def _engine(**changes: Any) -> Any:
         prefetch=SimpleNamespace(offload_group_size=changes.pop("offload_group_size", 0)),
     )
     sleeps, transfer = changes.pop("enable_sleep_mode", False), changes.pop("weight_transfer_config", None)
-    parallel = {"enable_elastic_ep": False, "enable_dbo": False, "expert_placement_strategy": "linear"}
+    parallel = {"enable_elastic_ep": False, "enable_dbo": False, "ubatch_size": 0}
+    parallel |= {"expert_placement_strategy": "linear"}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{**parallel, **changes}),
         offload_config=offload,
@@ -87,6 +88,7 @@ def test_a_plain_layer_has_nothing_against_it() -> None:
         ({"enable_eplb": True}, {}, {}, "EPLB"),
         ({"num_experts": 10}, {}, {}, "EPLB"),
         ({}, {"enable_dbo": True}, {}, "DBO"),
+        ({}, {"ubatch_size": 2}, {}, "microbatches"),
         ({}, {"enable_elastic_ep": True}, {}, "elastic"),
         ({"pcp_size": 2}, {}, {}, "context parallelism"),
         ({"is_sequence_parallel": True}, {}, {}, "sequence parallelism"),

@@ -47,6 +47,9 @@ from tests.vllm.factory import (
         (Format.FP8_128x128, Format.FP8_128x128),
         (Format.MXFP4, Format.FP8_128x128),
         (Format.MXFP4, Format.BF16),
+        (Format.FP8_128x128, Format.BF16),
+        (Format.BF16, Format.FP8_128x128),
+        (Format.MXFP4, Format.FP8_32x32),
     ],
     ids=lambda f: f.value,
 )
@@ -172,6 +175,26 @@ def test_the_op_is_opaque_to_the_compiler(engine: Any) -> None:
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x, weights, ids), call(x, weights, ids))
     torch.library.opcheck(torch.ops.foldmoe.vllm_layer, (x, weights, ids, method.handle), test_utils="test_faketensor")
+
+
+def test_a_whole_layer_compiles_into_one_graph_that_holds_the_op(engine: Any) -> None:
+    """vLLM's runner, the folded layer in it: no graph break, the op as one node, and bit for bit what eager says."""
+    pair = make_layer(Format.BF16, Format.BF16, EXPERTS, WIDTH, SHARED, HIDDEN)
+    runner = build(pair[0], SharedMLP(pair[1]), "compiled whole")
+    x, logits = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.randn(TOKENS, EXPERTS, dtype=torch.bfloat16)
+    graphs = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    expected = call(engine, runner, x, logits)
+    found = call(engine, torch.compile(runner, fullgraph=True, backend=keep), x, logits)
+    assert torch.equal(found, expected)
+    (graph,) = graphs
+    targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    print(targets)
+    assert "foldmoe.vllm_layer" in " ".join(targets)
 
 
 def test_data_parallel_ranks_add_the_shared_part_of_their_own_rows(

@@ -61,6 +61,25 @@ _BACK_TO_VLLM = {
     "--enable-sleep-mode": "sleep mode drops weights or loads them again: layers stay with vLLM",
     "--weight-transfer-config": "weights sent to a running server: layers stay with vLLM",
     "--cpu-offload-gb": "offloaded weights: layers stay with vLLM",
+    "--offload-group-size": "offloaded weights: layers stay with vLLM",
+    "--ubatch-size": "microbatches: layers stay with vLLM",
+    "--prefill-context-parallel-size": "prefill context parallelism: layers stay with vLLM",
+    "-pcp": "prefill context parallelism: layers stay with vLLM",
+}
+
+_OFF = {
+    "--cpu-offload-gb": ("0",),
+    "--offload-group-size": ("0",),
+    "--ubatch-size": ("0", "1"),
+    "--prefill-context-parallel-size": ("1",),
+    "-pcp": ("1",),
+}
+
+_PERHAPS = {
+    ("--dtype", "float16"): "layers stay with vLLM where a routed scaling factor is not 1: use bfloat16",
+    ("--dtype", "half"): "layers stay with vLLM where a routed scaling factor is not 1: use bfloat16",
+    ("--quantization", "fp8"): "a bf16 checkpoint that vLLM quantises while it loads stays with vLLM: leave it out",
+    ("-q", "fp8"): "a bf16 checkpoint that vLLM quantises while it loads stays with vLLM: leave it out",
 }
 
 
@@ -83,8 +102,9 @@ def command(words: Sequence[str], policy: FusionPolicy) -> list[Advice]:
     found = [
         Advice(flag, flags[flag] or "on", False, f"{why}; leave it out")
         for flag, why in _BACK_TO_VLLM.items()
-        if flag in flags
+        if flag in flags and flags[flag] not in _OFF.get(flag, ())
     ]
+    found += [Advice(flag, value, False, why) for (flag, value), why in _PERHAPS.items() if flags.get(flag) == value]
     found += _parallel(flags, tp, dp, ep)
     model = words[2] if len(words) > 2 and not words[2].startswith("-") else flags.get("--model", "")
     found += _kernels(flags, model)

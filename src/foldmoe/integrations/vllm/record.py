@@ -124,7 +124,7 @@ class Record:
 
     @property
     def arm(self) -> str:
-        """The one arm of all layers that have a shared expert, or "mixed"; stock layers count if nothing else is."""
+        """The one arm of all layers, or "mixed": layers that were refused are stock ones among others."""
         arms = Counter(entry.arm for entry in self.entries)
         ours = [arm for arm in arms if arm != "stock"]
         return "stock" if not ours else ours[0] if len(arms) == 1 else "mixed"

@@ -28,8 +28,8 @@ def of_routed(moe: Any, engine: Any, routed: dict[str, Any]) -> tuple[str, ...]:
         found.append("expert load balancing (EPLB) moves experts between ranks at run time")
     if getattr(engine.parallel_config, "enable_elastic_ep", False):
         found.append("elastic expert parallelism changes the ranks at run time")
-    if getattr(engine.parallel_config, "enable_dbo", False):
-        found.append("dual-batch overlap (DBO) splits a batch between two streams")
+    if engine.parallel_config.enable_dbo or engine.parallel_config.ubatch_size > 1:
+        found.append("dual-batch overlap (DBO) or microbatches split a batch between streams")
     if parallel.pcp_size > 1:
         found.append("prefill context parallelism gathers tokens in an order that is not known here")
     if moe.is_sequence_parallel:
