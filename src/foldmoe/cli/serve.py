@@ -11,7 +11,7 @@ from foldmoe.cli import errors
 def serve(context: typer.Context) -> None:
     """Run 'transformers serve' with MoE blocks folded: every argument is its own, see 'foldmoe serve --help'.
 
-    How layers run is taken from FOLDMOE_FOLD and its like. Needs the extra transformers and transformers[serving].
+    How layers run is taken from FOLDMOE_FOLD and its like. Needs the extra serve.
     """
     from foldmoe.integrations.transformers.serving import serve as run
 

@@ -24,6 +24,9 @@ TASKS = Path(__file__).parent / "tasks"
 
 _OURS = "foldmoe_"
 
+_PROTOCOLS = {"gpqa_diamond": "foldmoe_gpqa_diamond"}
+"""Names that are no task of lm-eval, which has several ways to ask these questions, to the published protocol's."""
+
 _USUAL_LIMIT = 256
 """New tokens where neither the task nor the user says: what lm-eval itself does."""
 
@@ -99,6 +102,7 @@ class Harness:
 
     def _load(self, name: str) -> dict[str, Any]:
         """One task, or the tasks of a group."""
+        name = _PROTOCOLS.get(name, name)
         tokenizer = self.request.checkpoint or (str(TINY_V4) if self.request.arms else None)
         facts: dict[str, Any] = {"tokenizer": tokenizer} if tokenizer else {}
         if self.request.lengths:
@@ -108,7 +112,9 @@ class Harness:
         own = name.startswith(_OURS) or Path(name).is_file()
         self.manager = manager = _manager(own, json.dumps(facts))
         if not own and name not in manager.all_tasks:
-            raise ValueError(f"{name!r} is no task of lm-eval and no file; `lm-eval ls tasks` lists its tasks")
+            near = ", ".join(sorted(task for task in manager.all_tasks if task.startswith(name))[:8])
+            there = f"it has {near}" if near else "`lm-eval ls tasks` lists its tasks"
+            raise ValueError(f"{name!r} is no task of lm-eval and no file; {there}")
         try:
             found: dict[str, Any] = manager.load([name])["tasks"]
         except Exception as error:

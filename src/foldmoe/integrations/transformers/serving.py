@@ -33,9 +33,7 @@ def serve(arguments: Sequence[str], policy: FusionPolicy | None = None) -> None:
         ValueError: a package that the server needs is not installed.
     """
     if missing := [name for name in _NEEDS if find_spec(name) is None]:
-        raise ValueError(
-            f"serving needs {', '.join(missing)}: pip install 'foldmoe[transformers]' 'transformers[serving]'"
-        )
+        raise ValueError(f"serving needs {', '.join(missing)}: pip install 'foldmoe[serve]'")
     import typer
     from transformers.cli.serve import Serve
 
