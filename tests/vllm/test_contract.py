@@ -130,12 +130,16 @@ def test_a_method_has_all_that_vllm_asks_of_it(vllm: Source) -> None:
         (f"{MOE}/runner/moe_runner.py", "MoERunner", "shared_experts _forward_impl routed_scaling_factor"),
         (f"{MOE}/runner/shared_experts.py", "SharedExperts", "_stream"),
         ("config/parallel.py", "ParallelConfig", "enable_dbo ubatch_size expert_placement_strategy enable_elastic_ep"),
+        ("config/offload.py", "UVAOffloadConfig", "cpu_offload_gb"),
+        ("config/offload.py", "PrefetchOffloadConfig", "offload_group_size"),
+        ("config/offload.py", "OffloadConfig", "uva prefetch"),
         ("config/cache.py", "CacheConfig", "num_gpu_blocks"),
         ("config/load.py", "LoadConfig", "load_format"),
         (
             "config/vllm.py",
             "VllmConfig",
-            "additional_config parallel_config cache_config load_config model_config weight_transfer_config",
+            "additional_config parallel_config cache_config load_config model_config offload_config "
+            "weight_transfer_config",
         ),
         ("config/model.py", "ModelConfig", "enable_sleep_mode"),
         ("v1/worker/gpu_worker.py", "Worker", "reload_weights"),

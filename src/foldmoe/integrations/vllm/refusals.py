@@ -26,7 +26,7 @@ def of_routed(moe: Any, engine: Any, routed: dict[str, Any]) -> tuple[str, ...]:
         found.append("LoRA is on: adapters attach to vLLM's own experts")
     if parallel.enable_eplb or moe.num_experts != moe.num_logical_experts:
         found.append("expert load balancing (EPLB) moves experts between ranks at run time")
-    if getattr(engine.parallel_config, "enable_elastic_ep", False):
+    if engine.parallel_config.enable_elastic_ep:
         found.append("elastic expert parallelism changes the ranks at run time")
     if engine.parallel_config.enable_dbo or engine.parallel_config.ubatch_size > 1:
         found.append("dual-batch overlap (DBO) or microbatches split a batch between streams")
@@ -55,12 +55,9 @@ def of_routed(moe: Any, engine: Any, routed: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _offloads(engine: Any) -> bool:
-    """``--cpu-offload-gb`` and its kin; where they are kept differs between versions."""
-    offload = getattr(engine, "offload_config", None)
-    uva = getattr(offload, "uva", None)
-    holders = (getattr(engine, "cache_config", None), uva)
-    prefetch = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
-    return bool(prefetch) or any(getattr(holder, "cpu_offload_gb", 0) for holder in holders)
+    """``--cpu-offload-gb`` and ``--offload-group-size``."""
+    offload = engine.offload_config
+    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
 
 
 def _new_weights(engine: Any) -> list[str]:
