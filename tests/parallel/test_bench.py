@@ -117,7 +117,13 @@ def test_virtual_ranks_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     found = list(virtual.measure(request, torch.device("cpu")))
     assert [(tokens, arm, len(seconds), rows) for tokens, arm, seconds, rows in found] == [
         (1, "folded", 3, 3),
+        (1, "remap", 1, 1),
+        (1, "rank_routes", 1, 3),
+        (1, "rank_routes, slot", 1, 3),
         (5, "folded", 3, 15),
+        (5, "remap", 1, 5),
+        (5, "rank_routes", 1, 15),
+        (5, "rank_routes, slot", 1, 15),
     ]
     assert all(each > 0 for _, _, seconds, _ in found for each in seconds)
 

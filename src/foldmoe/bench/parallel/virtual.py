@@ -2,7 +2,9 @@
 
 Each rank holds a shape's experts, and gets what an all-gather of everybody's tokens brings it: its routes, and the
 shared part of its own tokens. What is timed is each rank's local launch by itself, which is what R GPUs would do at the
-same time; nothing crosses a link.
+same time; nothing crosses a link. Then what turns routes and nothing else: ``remap``, of one rank's own tokens to slots
+(exchange kernels do it as they pack), and ``rank_routes``, of all ranks' tokens to one rank's experts (before a layer's
+launches, where an engine gathered the tokens).
 """
 
 from __future__ import annotations
@@ -13,22 +15,22 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
+from foldmoe.backends import Call
 from foldmoe.bench import shapes, timing, versions
 from foldmoe.bench.parallel.layers import compile_kernels, layer_of, policy, whole
 from foldmoe.bench.parallel.result import ParallelRequest
-from foldmoe.parallel import ExpertParallelMoE, Tokens, simulate
+from foldmoe.parallel import ExpertParallelMoE, Tokens, remap, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from foldmoe.backends import Call
     from foldmoe.layer import FoldedMoE
 
 INPUTS = 3
 
 
 def measure(request: ParallelRequest, device: torch.device) -> Iterator[tuple[int, str, list[float], int]]:
-    """Tokens on every rank, arm, seconds of each rank's local launch, rows that it gets.
+    """Tokens on every rank, arm, seconds of each rank's local launch, rows that it gets; then the two of routes alone.
 
     Args:
         request: shape, tokens, arms, rounds and ranks; the native scheme.
@@ -57,9 +59,35 @@ def measure(request: ParallelRequest, device: torch.device) -> Iterator[tuple[in
                 for rank, layer in enumerate(moe.local_layers):
                     mine = [batches[rank].call for batches in calls]
                     steps[f"{arm} {rank}"] = partial(_local, moe, layer, mine, tokens)
-            found = timing.interleaved(steps, inputs=INPUTS, rounds=request.rounds, device=device)
+            alone = _routes(next(iter(moes.values())), turns)
+            found = timing.interleaved(steps | alone, inputs=INPUTS, rounds=request.rounds, device=device)
         for arm in request.arms:
             yield tokens, arm, [found[f"{arm} {rank}"].median for rank in range(request.ranks)], request.ranks * tokens
+        for name in alone:
+            yield tokens, name, [found[name].median], tokens if name == "remap" else request.ranks * tokens
+
+
+def _routes(moe: ExpertParallelMoE, turns: list[list[Tokens]]) -> dict[str, Callable[[int], object]]:
+    """What turns routes of a turn's tokens, by name."""
+    layer, slots, k = moe.local_layers[0], moe.scheme.slots, moe.scheme.top_k
+    own = [batches[0] for batches in turns]
+    gathered = [
+        Call(
+            torch.cat([one.x for one in batches]),
+            torch.cat([one.topk_ids for one in batches]),
+            torch.cat([one.topk_weights for one in batches]),
+        )
+        for batches in turns
+    ]
+
+    def of_rank(slot: bool, turn: int) -> object:
+        return layer.packed.rank_routes(gathered[turn], layer.experts, moe.num_logical, slot=slot)
+
+    return {
+        "remap": lambda turn: remap(own[turn].topk_ids, own[turn].topk_weights, slots, 0, top_k=k),
+        "rank_routes": partial(of_rank, False),
+        "rank_routes, slot": partial(of_rank, True),
+    }
 
 
 def _local(moe: ExpertParallelMoE, layer: FoldedMoE, calls: list[Call], tokens: int, turn: int) -> object:
