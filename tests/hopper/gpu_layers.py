@@ -37,7 +37,7 @@ class Shape:
         E4M3 value beside the oracle's. In short sums and few rows this reached 9.0e-3 on an H200 (hidden size 512;
         7.1e-3 at 1024 and two rows, 6.5e-3 at 17); at V4-Flash's sizes 2.7e-3 to 3.9e-3. Where that value is by far
         a row's largest, one row takes the error of all: 1.19e-2 with 64 rows and widths of 512 and 192, of which a
-        hidden value of 17.01, whose sum kept 13 bits is 16.999, made 1.17e-2. Sums over all of K, for tokens with one
+        hidden value of 17.01, which sums of 13 bits make 16.997, made 1.17e-2. Sums over all of K, for tokens with one
         scale, lose more.
         """
         if self.activations == "bf16":
