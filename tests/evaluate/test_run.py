@@ -15,17 +15,13 @@ from foldmoe.evaluate.result import ArmResult, Sample, TaskResult
 from foldmoe.evaluate.skills import TINY_V4, grouped_items
 from foldmoe.planner import FusionPolicy
 from foldmoe.report.eval_table import eval_report
+from tests.evaluate.asking import Quiet
 from tests.evaluate.serving import serve
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from foldmoe.evaluate.result import EvalResult
-
-
-class Quiet:
-    def step(self, label: str, total: int | None) -> Any:
-        return lambda done: None
 
 
 class OneAnswer:
