@@ -22,6 +22,7 @@ from foldmoe.report.plan_table import plan_table
 from foldmoe.runtime.kernels import Compiler, compiling
 
 pytest.importorskip("triton", reason="NOT CHECKED: the Hopper backend needs triton (pip install foldmoe[gpu])")
+from foldmoe.backends.hopper import launch
 from foldmoe.planner import CheckpointPlan
 from tests.hopper import tuned_table
 
@@ -170,3 +171,17 @@ def test_measured_times_become_entries() -> None:
 def test_the_file_is_as_the_tool_writes_it() -> None:
     assert tuned.TABLE.read_text() == tuned_table.text(tuned.table())
     assert all(set(asdict(entry)) == set(json.loads(tuned.TABLE.read_text())[0]) for entry in tuned.table())
+
+
+def test_a_call_says_how_many_rows_tiles_are_for() -> None:
+    """As ranks of a group do, so that all choose alike; a batch is cut, and tiles follow the largest part."""
+    weights = outline(spec(256)).weights
+
+    def chosen(rows: int, most: int | None = None) -> heuristics.HopperConfig:
+        ids = torch.empty(rows, 6, dtype=torch.int32, device="meta")
+        call = Call(torch.empty(rows, 4096, device="meta"), ids, ids.float(), most_rows=most)
+        return launch.choose(weights, call, 1.0).config
+
+    assert chosen(3, 4096) == chosen(4096) != chosen(3)
+    assert chosen(4096, 3) == chosen(4096)
+    assert chosen(3, 10 * launch.MAX_TOKENS) == chosen(launch.MAX_TOKENS)

@@ -37,6 +37,8 @@ class Call:
         routed_scale: multiplies the routed sum.
         num_valid_tokens: int, or an int32 tensor of one element on x's device; rows from there on are padding.
         shared_rows: (start, end) rows that get the shared part, ints or an int32 tensor ``[2]``; None for all.
+        most_rows: rows that kernels and tiles are chosen for where other ranks must choose the same, whatever reached
+            them; None: x's.
     """
 
     x: Tensor
@@ -46,6 +48,12 @@ class Call:
     routed_scale: float = 1.0
     num_valid_tokens: int | Tensor | None = None
     shared_rows: tuple[int, int] | Tensor | None = None
+    most_rows: int | None = None
+
+    @property
+    def sized_for(self) -> int:
+        """Rows that kernels and tiles are chosen for, M or more. They change no bits."""
+        return max(self.x.shape[0], self.most_rows or 0)
 
 
 class Unsupported(ValueError):  # noqa: N818

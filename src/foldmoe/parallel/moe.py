@@ -2,8 +2,8 @@
 
 What may differ between ranks is their tokens; every other choice comes from shared facts: the scheme, which ranks
 compare once at load, and the token counts of all ranks, which they exchange (or which the caller states, as an engine
-that pads its graphs does). Number and size of exchanges, and whether a batch folds, depend on nothing else, so that a
-rank without tokens makes the same calls as all others.
+that pads its graphs does). Number and size of exchanges, whether a batch folds, and which kernels and tiles run it
+depend on nothing else, so that a rank without tokens makes the same calls as all others.
 
 In a CUDA graph: strategy "all_gather" or "symmetric", and ``tokens_across_ranks`` given; counts are otherwise read on
 the host.
@@ -11,6 +11,7 @@ the host.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -217,11 +218,13 @@ class ExpertParallelMoE(torch.nn.Module):
     def run_local(self, layer: FoldedMoE, call: Call, agreed_rows: int) -> Tensor:
         """The local launch.
 
-        Whether it folds depends on ``agreed_rows`` alone, the largest token count of any rank, which all know. With R
-        ranks of M tokens each, one rank has about M * K routes and M shared rows: as a layer timed at M tokens has.
+        Whether it folds, and which kernels and tiles run it, depend on ``agreed_rows`` alone, the largest token count
+        of any rank, which all know. With R ranks of M tokens each, one rank has about M * K routes and M shared rows:
+        as a layer timed at M tokens has.
         """
         if not len(call.x):
             return torch.empty_like(call.x)
+        call = replace(call, most_rows=self.scheme.local_rows(agreed_rows))
         return run_planned(layer.packed, layer.plan, call, agreed_rows)
 
     def route(self, rank: int, tokens: Tokens, routed_scale: float) -> Routed:

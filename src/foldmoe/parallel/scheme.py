@@ -139,6 +139,13 @@ class Scheme:
         """Of one exchange at capacity, where ranks write to each other."""
         return self.ranks * self.capacity * max(self.wire.row_bytes, self.result_bytes)
 
+    def local_rows(self, tokens: int) -> int:
+        """Most rows of any rank's local launch, where no rank has more than ``tokens`` tokens of its own."""
+        held = tokens * self.ranks
+        if self.order == "route":  # a row a route; only a rank's own tokens have a shared one
+            return held * self.top_k + tokens * self.shared
+        return held
+
     def buffers(self) -> dict[str, int]:
         """Bytes of every buffer of one exchange at capacity and under the worst routing: all tokens to this rank.
 
@@ -150,11 +157,9 @@ class Scheme:
         copies = min(self.top_k, others)  # of a token, to other ranks
         sent = tokens if gathers else tokens * (1 + copies)  # its own row stays, but is packed all the same
         held = tokens * self.ranks
+        rows = self.local_rows(tokens)
         returns = copies if self.order == "rank" or not others else self.top_k
-        routes = held * self.local_top_k
-        rows = held
-        if self.order == "route":  # a row a route; only a rank's own tokens have a shared one
-            rows = routes = held * self.top_k + tokens * self.shared
+        routes = rows if self.order == "route" else rows * self.local_top_k
         local = {
             "local x": rows * self.hidden * self.local_dtype.itemsize,
             "local routes": routes * 8,  # int32 and float32

@@ -77,6 +77,19 @@ def test_device_tensors_say_the_same_as_numbers(rows: tuple[int, int]) -> None:
         assert_close(by_number, expected(case, routed, shared, "bf16"), TOLERANCE["bf16"])
 
 
+def test_more_rows_to_choose_for_change_tiles_and_no_bit() -> None:
+    """As ranks of a group call it: for the most rows that any of them may have."""
+    routed, shared = weights("mxfp4-fp8", EXPERTS, 32, 64, HIDDEN)
+    layer, case = pack(routed, shared, "fp8"), random_case(TOKENS, TOP_K, EXPERTS, HIDDEN)
+    alone, few = layer.forward(call_of(case), folded=True), layer.stats()["config"]
+    most = replace(call_of(case), most_rows=steps.ONE_PROGRAM_ROUTES)
+    assert torch.equal(layer.forward(most, folded=True), alone)
+    assert layer.stats()["config"] == choose(layer.routed, layer.shared, most.sized_for, TOP_K, layer.machine) != few
+    layer.route_share = 1 / 8  # one of eight ranks: an eighth of the routes are its experts'
+    assert torch.equal(layer.forward(most, folded=True), alone)
+    assert layer.stats()["config"] == choose(layer.routed, layer.shared, most.sized_for, TOP_K / 8, layer.machine)
+
+
 def test_shared_part_alone() -> None:
     routed, shared = weights("mxfp4-fp8", EXPERTS, 32, 64, HIDDEN)
     layer = pack(routed, shared, "fp8")

@@ -53,6 +53,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.rows, self.hidden = self.call.x.shape
+        self.sized_for = _sized_for(self.call)
         self.shared = self.layer.shared_up is not None and bool(self.sections & SHARED)
         self.top_k = self.call.topk_ids.shape[1] if self.sections & ROUTED else 0
         g = self.layer.geometry
@@ -64,10 +65,11 @@ class Step:
         """Fill the sorted rows, their positions and the control block."""
         call, b, config = self.call, self.buffers, self.config
         routes, experts = self.rows * self.top_k, self.layer.experts
+        sized_for = self.sized_for * self.top_k
         tensors, numbers, kinds = bounds(call)
         groups = triton.next_power_of_2(self.hidden // 128)
         whole = self.layer.geometry.token_scales
-        fine = min(8, groups) if self.rows <= 64 and not whole else groups
+        fine = min(8, groups) if self.sized_for <= 64 and not whole else groups
         parts = triton.cdiv(self.hidden, fine * 128)
         columns = {
             "KP": triton.next_power_of_2(max(self.top_k, 1)),
@@ -80,9 +82,9 @@ class Step:
         }
         tiles = {"NT": config.tokens, "NTS": config.shared_tokens, "HAS_SHARED": self.shared}
         common = {"EP": max(16, triton.next_power_of_2(experts)), "num_warps": _WARPS}
-        block = min(512, max(32, triton.next_power_of_2(max(routes, 1))))
+        block = min(512, max(32, triton.next_power_of_2(max(sized_for, 1))))
         places = {"x": call.x, "ids": call.topk_ids, "xq": b.xq, "xs": b.xs, "pos": b.pos}
-        if routes <= heuristics.SMALL_ROUTES:
+        if sized_for <= heuristics.SMALL_ROUTES:
             launch(
                 prologue.prologue,
                 (1 + self.rows * parts,),
@@ -158,7 +160,7 @@ class Step:
         """Weigh, add, round."""
         call, b = self.call, self.buffers
         tensors, numbers, kinds = bounds(call)
-        block = 512 if self.rows <= 64 else 1024
+        block = 512 if self.sized_for <= 64 else 1024
         shared_weights = call.topk_weights if call.shared_weights is None else call.shared_weights
         parts = {"d": b.d, "pos": b.pos, "weights": call.topk_weights, "shared_weights": shared_weights, "y": y}
         launch(
@@ -228,8 +230,13 @@ def run(
 
 def choose(layer: Weights, call: Call, route_share: float) -> Choice:
     """The config for a call, and where it comes from."""
-    tokens, top_k = call.topk_ids.shape
-    return tuned.choose(layer.geometry, tokens, top_k * route_share, layer.experts, layer.gpu)
+    routes_per_row = call.topk_ids.shape[1] * route_share
+    return tuned.choose(layer.geometry, _sized_for(call), routes_per_row, layer.experts, layer.gpu)
+
+
+def _sized_for(call: Call) -> int:
+    """Of one launch."""
+    return min(call.sized_for, MAX_TOKENS)
 
 
 def _beside(step: Step, launches: tuple[int, ...], side: torch.cuda.Stream) -> None:

@@ -77,9 +77,11 @@ def token_tile(rows: int, most: int) -> int:
     return tile
 
 
-def choose(routed: Experts | None, shared: Experts | None, tokens: int, top_k: int, machine: Machine) -> TritonConfig:
+def choose(
+    routed: Experts | None, shared: Experts | None, tokens: int, routes_per_row: float, machine: Machine
+) -> TritonConfig:
     """The config for a batch: a routed tile covers the mean tokens of an expert, a shared tile the batch."""
-    mean = tokens * top_k // max(routed.count, 1) if routed is not None else 0
+    mean = int(tokens * routes_per_row / max(routed.count, 1)) if routed is not None else 0
     rows = 64 if tokens <= 128 else 128
     ups = [experts.gate_up if experts else None for experts in (routed, shared)]
     downs = [experts.down if experts else None for experts in (routed, shared)]

@@ -89,7 +89,7 @@ class TritonLayer(PackedLayer):
             return
         mine = self.routed if routed and top_k and self.routed.count else None
         common = self.shared if shared and not _nowhere(call.shared_rows) else None
-        config = self.config or configs.choose(mine, common, tokens, top_k, self.machine)
+        config = self.config or configs.choose(mine, common, call.sized_for, top_k * self.route_share, self.machine)
         self._last = config
         step = Step(self, call, mine, common, config, self._strays)
         step.prepare()

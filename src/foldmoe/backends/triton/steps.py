@@ -60,6 +60,8 @@ class Step:
         self.tokens, self.hidden = call.x.shape
         self.top_k = call.topk_ids.shape[1] if routed else 0
         self.routes = self.tokens * self.top_k
+        one_program = call.sized_for * self.top_k <= ONE_PROGRAM_ROUTES
+        self.chunks = 0 if one_program else _ceil(self.routes, routing.CHUNK.value)
         self.round = _ROUNDING[layer.activations]
         self.x = arguments.aligned(call.x)
         self.ids = call.topk_ids.contiguous()
@@ -96,8 +98,7 @@ class Step:
         carve.add("facts", (4,), torch.int32)
         carve.add("order", (self.routes,), torch.int32)
         carve.add("tiles", (3, self.capacity), torch.int32)
-        chunks = 0 if self.routes <= ONE_PROGRAM_ROUTES else _ceil(self.routes, routing.CHUNK.value)
-        carve.add("counts", (chunks, self.experts_padded), torch.int32)
+        carve.add("counts", (self.chunks, self.experts_padded), torch.int32)
         carve.add("totals", (self.experts_padded,), torch.int32)
         for i in range(len(self.orders)):
             carve.add(f"x{i}", (self.tokens, _padded(self.hidden)), torch.bfloat16)
@@ -112,10 +113,8 @@ class Step:
 
     def prepare(self) -> None:
         """Sort the routes, round x."""
-        b = self.buffers
-        one = self.routes <= ONE_PROGRAM_ROUTES
-        chunks = 0 if one else _ceil(self.routes, routing.CHUNK.value)
-        programs = 1 if one else chunks
+        b, chunks = self.buffers, self.chunks
+        programs = chunks or 1
         blocks = self.tokens * _ceil(self.hidden, prepare_kernel.COLUMNS.value) if self.orders else 0
         (first, first_step), (second, second_step) = [*self.orders, (0, 128), (0, 128)][:2]
         x0 = b.get("x0", b["facts"])
@@ -135,10 +134,10 @@ class Step:
                 "experts": experts, "capacity": self.capacity, "tile_tokens": tile, "route_programs": programs,
                 "valid": self.valid, "start": self.start, "end": self.end,
             },
-            EP=self.experts_padded, ONE_PROGRAM=one, ROUND=self.round, FIRST=first, FIRST_BK=first_step, SECOND=second,
-            SECOND_BK=second_step,
+            EP=self.experts_padded, ONE_PROGRAM=not chunks, ROUND=self.round, FIRST=first, FIRST_BK=first_step,
+            SECOND=second, SECOND_BK=second_step,
         )  # fmt: skip
-        if one:
+        if not chunks:
             return
         launch(
             routing.scan, (self.experts_padded // _SCAN_COLUMNS,), {"counts": b["counts"], "totals": b["totals"]},
