@@ -49,6 +49,7 @@ def _fp8(hidden: int, experts: int, width: int) -> LayerSpec:
 
 SHAPES = {
     "A": Shape("DeepSeek-V4-Flash, one GPU", _spec(4096, 256, 2048, Format.MXFP4, Format.FP8_128x128, 10.0)),
+    "A-tp8": Shape("one TP8 rank of DeepSeek-V4-Flash", _spec(4096, 256, 256, Format.MXFP4, Format.FP8_128x128, 10.0)),
     "B": Shape("one EP8 rank of DeepSeek-V4-Flash", _spec(4096, 32, 2048, Format.MXFP4, Format.FP8_128x128, 10.0)),
     "C": Shape("one EP8 rank of DeepSeek-V4.1-Flash", _spec(5120, 48, 2304, Format.MXFP4, Format.FP8_32x32, 10.0)),
     "D": Shape("one EP8 rank of DeepSeek-V4-Pro", _spec(7168, 48, 3072, Format.MXFP4, Format.FP8_128x128, 10.0)),
