@@ -118,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
         if "compile" in faults and asked["index"] == 2 and not asked["warm"] and fault("compile"):
             line = "Triton kernel JIT compilation during inference: _gemm_kernel. This causes a latency spike; consider"
             log(f"(EngineCore pid=7) WARNING 11-29 18:00:00 [jit_monitor.py:140] {line} extending warmup.")
-            time.sleep(0.5)
+            time.sleep(2)
         tokens = asked["tokens"]
         if "short" in faults and asked["index"] % 3 != 2:
             tokens -= 1

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foldmoe.bench.serve.results import ServeResult
 
 SLOW = 0.5
-"""Seconds that the fake server loses in its slow request."""
+"""Seconds that the fake server loses in its slow first request; four times as many in one that compiles."""
 
 
 def shown(result: ServeResult) -> str:
@@ -40,7 +40,7 @@ def test_case_86_a_compile_in_one_measured_run_leaves_the_median_and_is_reported
     assert times[1] > SLOW
     found = summary.spread(result, "folded", NAME, "mean_tpot_ms")
     assert found is not None
-    assert found.high > 5 * found.median  # the slow run is in the range, not in the median
+    assert found.high > 2 * found.median  # the slow run is in the range, not in the median
     assert found.without_first == pytest.approx(found.median, rel=1.0)
     (outlier,) = [o for o in summary.outliers(result) if o.run.repeat == 1]
     assert outlier.run.compiled == ("_gemm_kernel",)
