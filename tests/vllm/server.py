@@ -38,6 +38,7 @@ class Server:
         fold: FOLDMOE_FOLD.
         arguments: more of ``vllm serve``'s.
         environment: more of the process's.
+        compiled: the model under ``torch.compile``, as vLLM serves unless told otherwise.
     """
 
     model: Path
@@ -45,6 +46,7 @@ class Server:
     fold: str
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    compiled: bool = False
     port: int = field(default_factory=_free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -53,7 +55,8 @@ class Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         vllm = Path(sys.executable).with_name("vllm")
         command = [str(vllm), "serve", str(self.model), "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--enforce-eager", "--max-num-seqs", "4", "--served-model-name", "m", *self.arguments]
+        command += ["--max-num-seqs", "4", "--served-model-name", "m", *self.arguments]
+        command += [] if self.compiled else ["--enforce-eager"]
         environment = {
             **os.environ,
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
