@@ -53,7 +53,6 @@ class DenseBackend(Backend):
     """Plain matrices on a CPU."""
 
     name, deterministic = "dense", False
-    opt_in = "an example: ask for it by name"
 
     def unavailable(self, device):
         return None if device.kind == "cpu" else f"needs a CPU, found {device.name}"

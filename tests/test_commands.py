@@ -77,6 +77,27 @@ def test_eval_refuses_arms_that_are_not_there() -> None:
     assert "no arm folded; there are: transformers, serial" in done.output
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("demo", "--items", "-1"), "--items must be at least 0, found -1"),
+        (("demo", "--device", "h200"), "'foldmoe plan --device h200' plans for it without it. Here: cpu"),
+        (("eval", "--device", "foo"), "device 'foo' is unknown to torch. Here: cpu"),
+        (("eval", "--items", "0"), "--items must be at least 1, found 0"),
+        (("eval", "--arms", "native,"), "--arms takes names with commas between; found 'native,'"),
+        (("eval", "--tasks", ""), "--tasks takes names with commas between; found ''"),
+        (("bench", "layer", "--device", "mps"), "device 'mps': layers run on 'cpu' or 'cuda'"),
+        (("bench", "layer", "--arms", ""), "--arms takes names with commas between; found ''"),
+        (("warmup", str(demo.TINY_V4), "--device", "h200", "--tokens", ""), "--tokens takes whole numbers"),
+        (("warmup", str(demo.TINY_V4), "--device", "h200", "--tokens", "0"), "--tokens must be at least 1, found 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_named_in_a_line(words: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(app, list(words), env=WIDE)
+    assert done.exit_code == 2, done.output
+    assert said in done.output
+
+
 def test_doctor_says_what_runs_and_why_not_more() -> None:
     done = CliRunner().invoke(app, ["doctor"], env=WIDE)
     assert done.exit_code == 0, done.output
@@ -84,7 +105,14 @@ def test_doctor_says_what_runs_and_why_not_more() -> None:
     assert "fold auto, as stored, activations checkpoint, backend auto" in done.output
 
 
-def test_doctor_names_a_misspelt_variable() -> None:
-    done = CliRunner().invoke(app, ["doctor"], env=WIDE | {"FOLDMOE_FLOD": "native"})
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("FOLDMOE_FLOD", "native", "unknown FOLDMOE_FLOD"),
+        ("FOLDMOE_BACKEND", "hoper", "no backend called 'hoper'; there are: hopper, triton, torch"),
+    ],
+)
+def test_doctor_names_what_is_misspelt(name: str, value: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["doctor"], env=WIDE | {name: value})
     assert done.exit_code == 2
-    assert "unknown FOLDMOE_FLOD" in done.output
+    assert said in done.output

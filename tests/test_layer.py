@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -9,6 +14,9 @@ from foldmoe import ExpertWeights, FoldedMoE, Format, FusionPolicy, Placement, p
 from foldmoe.moe import ExpertSpec, LayerSpec
 from foldmoe.reference import relative_error
 from tests.support.cases import FLOAT32_TOLERANCE, assert_close, make_layer, random_case
+
+if TYPE_CHECKING:
+    from foldmoe.backends import Call
 
 E, K, H = 6, 3, 128
 
@@ -39,6 +47,24 @@ def call(layer: FoldedMoE, **changes: object) -> torch.Tensor:
         ({"shared_weights": torch.zeros(4)}, ValueError, r"shared_weights must be \[5\]"),
         ({"topk_ids": torch.full((5, K), E)}, ValueError, "ids must lie in -1 .. 5, found 6 .. 6"),
         ({"topk_ids": torch.full((5, K), -2)}, ValueError, "ids must lie in -1 .. 5, found -2 .. -2"),
+        (
+            {"topk_ids": torch.zeros(5, K, dtype=torch.int64, device="meta")},
+            ValueError,
+            "topk_ids is on meta, the layer on cpu",
+        ),
+        (
+            {"topk_weights": torch.ones(5, K, dtype=torch.bool)},
+            TypeError,
+            "topk_weights must be float32, found torch.bool",
+        ),
+        ({"num_valid_tokens": -1}, ValueError, "num_valid_tokens must be 0 or more, found -1"),
+        ({"num_valid_tokens": torch.tensor(-1)}, ValueError, "num_valid_tokens must be 0 or more, found -1"),
+        ({"num_valid_tokens": 2.5}, ValueError, "num_valid_tokens must be 0 or more, found 2.5"),
+        ({"shared_rows": 3}, ValueError, r"shared_rows must be \(start, end\), found 3"),
+        ({"shared_rows": (0, 1, 2)}, ValueError, r"shared_rows must be \(start, end\), found \(0, 1, 2\)"),
+        ({"num_valid_tokens": torch.tensor([1, 2])}, ValueError, r"num_valid_tokens must be 1 .* found \[2\]"),
+        ({"shared_rows": torch.tensor([1])}, ValueError, r"shared_rows must be 2 .* found \[1\]"),
+        ({"shared_rows": torch.tensor([0.0, 1.0])}, ValueError, "shared_rows must be 2 .* found .* torch.float32"),
     ],
 )
 def test_bad_calls_are_refused_by_layer_and_argument(
@@ -72,6 +98,29 @@ def test_device_tensors_say_what_ints_say(layer: FoldedMoE) -> None:
         shared_rows=torch.tensor([1, 3], dtype=torch.int32),
     )
     assert torch.equal(ints, tensors)
+
+
+def test_padding_alone_may_hold_any_ids(layer: FoldedMoE) -> None:
+    strays = torch.full((5, K), E)
+    assert not call(layer, topk_ids=strays, num_valid_tokens=0).any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_backends_get_row_bounds_from_the_host_as_numbers(
+    layer: FoldedMoE, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel cannot read a tensor of the host's, which is what bounds become inside a compiled graph."""
+    got: list[Call] = []
+    forward = layer.packed.forward
+    monkeypatch.setattr(layer.packed, "forward", lambda call, **how: got.append(call) or forward(call, **how))
+    case = random_case(5, K, E, H)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return layer(x, case.topk_ids, case.topk_weights, num_valid_tokens=4, shared_rows=(1, 3))
+
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    assert torch.equal(run(case.x), call(layer, num_valid_tokens=4, shared_rows=(1, 3)))
+    assert [(one.num_valid_tokens, one.shared_rows) for one in got] == [(4, (1, 3))] * 2
 
 
 @pytest.mark.parametrize("fold", ["native", "slot"])
@@ -122,12 +171,44 @@ def test_compile_sees_one_op(layer: FoldedMoE) -> None:
     assert torch.equal(compiled(case.x), model(case.x))
 
 
+def test_compile_knows_that_the_output_is_contiguous(layer: FoldedMoE) -> None:
+    case = random_case(5, K, E, H)
+    x = case.x.t().contiguous().t()  # columns side by side
+    arguments = (x, case.topk_ids, case.topk_weights, None, 1.0, None, None, layer._handle)
+    torch.library.opcheck(torch.ops.foldmoe.moe.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
+def test_a_copy_runs_its_own_weights_when_compiled(layer: FoldedMoE, how: str) -> None:
+    if how == "deepcopy":
+        other = copy.deepcopy(layer)
+    else:
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    for weights in (other.packed.routed, other.packed.shared):  # type: ignore[attr-defined]
+        weights.down.values.zero_()
+    case, kept = random_case(5, K, E, H), call(layer)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return other(x, case.topk_ids, case.topk_weights)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert not compiled(case.x).any()
+    assert torch.equal(call(layer), kept)
+    del layer
+    gc.collect()
+    assert not compiled(case.x).any()
+
+
 def test_the_layer_says_what_it_is(layer: FoldedMoE, weights: tuple[ExpertWeights, ExpertWeights]) -> None:
     assert layer.stats() == {
         "layer": "layers.7.ffn",
         "arm": "native",
         "backend": "torch",
         "fold_rows": ((0, None),),
+        "ids_out_of_range": 0,
     }
     assert "layers.7.ffn: native on torch" in repr(layer)
     assert layer.memory()["weights"] == sum(part.nbytes for part in weights)
@@ -167,6 +248,34 @@ def test_a_padded_slot_unpacks_to_the_stored_bytes(format: Format) -> None:
             for role, tensor in one.tensors().items():
                 found, wanted = (t.contiguous().view(torch.uint8) for t in (tensor, other.tensors()[role]))
                 assert torch.equal(found, wanted)
+
+
+def test_a_plan_of_another_layer_is_refused(weights: tuple[ExpertWeights, ExpertWeights]) -> None:
+    plan = FoldedMoE(*weights).plan
+    other = make_layer(Format.MXFP4, Format.FP8_128x128, experts=E, width=96, shared_width=64, hidden=H)
+    with pytest.raises(ValueError, match=r"planned for .* width 64, mxfp4; found hidden size 128, width 96, mxfp4"):
+        FoldedMoE(*other, plan=plan)
+
+
+@pytest.mark.parametrize("given", [{"policy": FusionPolicy()}, {"placement": Placement(2, 0)}])
+def test_a_plan_says_policy_and_placement_itself(
+    weights: tuple[ExpertWeights, ExpertWeights], given: dict[str, object]
+) -> None:
+    plan = FoldedMoE(*weights).plan
+    with pytest.raises(ValueError, match="the plan holds policy and placement"):
+        FoldedMoE(*weights, plan=plan, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("which", ["routed", "shared"])
+def test_nan_scales_are_refused_by_every_backend(weights: tuple[ExpertWeights, ExpertWeights], which: str) -> None:
+    tensor = weights[which == "shared"].down
+    assert tensor.scales is not None
+    if tensor.e8m0_scales:
+        tensor.scales.view(torch.uint8)[-1, -1, -1] = 255
+    else:
+        tensor.scales[-1, -1, -1] = torch.nan
+    with pytest.raises(ValueError, match=rf"layers.7.ffn: 1 scales of {which} down are NaN, the first at \["):
+        FoldedMoE(*weights, name="layers.7.ffn")
 
 
 def test_a_plan_made_here_does_not_insist_on_a_top_k(weights: tuple[ExpertWeights, ExpertWeights]) -> None:

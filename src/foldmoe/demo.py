@@ -9,7 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foldmoe.evaluate.skills import LONGEST_ANSWER, TINY_V4, TaskAnswers, answer, evaluation_items
+from foldmoe.options import in_range
 from foldmoe.planner import CheckpointPlan, FusionPolicy, plan_checkpoint
+from foldmoe.planner.devices import torch_device
 from foldmoe.verify import verify
 
 if TYPE_CHECKING:
@@ -79,15 +81,20 @@ def run(steps: Steps, *, items: int = 50, device: torch.device | str | None = No
 
     Args:
         steps: where progress goes.
-        items: items a task.
+        items: items a task; 0 asks none.
         device: the GPU if there is one.
+
+    Raises:
+        ValueError: fewer items than none, or a device that is not here.
     """
+    in_range(0, items=items)
+    target = torch_device(device)
     with checkpoint() as (path, trained):
-        plan = plan_checkpoint(path, device=device)
+        plan = plan_checkpoint(path, device=target)
         arms: list[ArmResult] = []
         for name, policy in ARMS.items():
             first = arms[0].answers if arms else None
-            arms.append(_arm(name, policy, path, steps, items if trained else 0, device, first))
+            arms.append(_arm(name, policy, path, steps, items if trained else 0, target, first))
         return DemoResult(trained, plan, arms)
 
 
@@ -97,7 +104,7 @@ def _arm(
     path: Path,
     steps: Steps,
     items: int,
-    device: torch.device | str | None,
+    device: torch.device,
     first: dict[str, TaskAnswers] | None,
 ) -> ArmResult:
     from foldmoe.integrations.transformers import FoldedBlock, load

@@ -48,6 +48,8 @@ def examine() -> list[Finding]:
     """
     device = devices.resolve(None)
     chosen = settings.read().policy
+    if chosen.backend != "auto":
+        capability.find(chosen.backend)  # refuses an unknown name
     findings = [
         Finding("torch", torch.__version__, True),
         Finding("device", f"{device.name} ({device.arch or device.kind})", True, _device_advice(device)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from foldmoe.backends import Call, Unsupported, get
 from foldmoe.backends.base import run_planned
 from foldmoe.checkpoint.writer import layer_tensors
+from foldmoe.formats.checks import nan_positions
 from foldmoe.moe import Activation, ExpertSpec, ExpertWeights, LayerSpec, Placement
 from foldmoe.moe.merge import append_expert, slot_weights
 from foldmoe.planner import FusionPolicy, LayerPlan, plan_layer
@@ -37,12 +39,14 @@ class FoldedMoE(torch.nn.Module):
         policy: what is asked for; the default folds as stored wherever possible.
         placement: where this rank stands; ``routed`` and ``shared`` are its shard already.
         consume: the backend may reuse the weights' storage; do not touch them afterwards.
-        plan: a decision made before (by :func:`foldmoe.plan_checkpoint`, say); made here if None.
+        plan: a decision made before (by :func:`foldmoe.plan_checkpoint`, say); made here if None. It holds the policy
+            and the placement already.
         name, top_k, num_experts: facts for the plan and for messages, where weights cannot tell: the layer's name,
             routed experts a token, routed experts over all ranks.
 
     Raises:
-        ValueError: weights of different hidden sizes or on different devices, or a layer that no backend of ours runs.
+        ValueError: weights of different hidden sizes or on different devices, NaN in their scales, a plan of another
+            layer, or a layer that no backend of ours runs.
     """
 
     def __init__(
@@ -63,11 +67,13 @@ class FoldedMoE(torch.nn.Module):
         super().__init__()
         activation = activation or Activation()
         shared_activation = shared_activation or activation
-        placement = placement or Placement()
         self._check_weights(name, routed, shared)
         if plan is None:
+            placement = placement or Placement()
             spec = _spec(name, routed, shared, activation, shared_activation, placement, top_k, num_experts)
             plan = plan_layer(spec, policy, routed.device, placement)
+        elif policy is not None or placement not in (None, plan.placement):
+            raise ValueError(f"{plan.layer}: the plan holds policy and placement; give those, or the plan")
         if plan.arm == "stock":
             raise ValueError(f"{plan.layer}: planned to stay with the engine's own layer: {'; '.join(plan.reasons)}")
         self.plan = plan
@@ -79,6 +85,7 @@ class FoldedMoE(torch.nn.Module):
                 f"{name}: rank holds {routed.num_experts} experts, its placement says {len(self.experts)}; give this "
                 "rank's part alone as routed, and num_experts where ranks hold unequal parts"
             )
+        self._check_plan(routed)
         if plan.strategy == "slot" and shared is not None:
             extra = slot_weights(shared, requantize=plan.requantize, padded_width=plan.padded_width)
             routed, shared = append_expert(routed, extra), None
@@ -90,6 +97,15 @@ class FoldedMoE(torch.nn.Module):
 
     @staticmethod
     def _check_weights(name: str, routed: ExpertWeights, shared: ExpertWeights | None) -> None:
+        for which, experts in (("routed", routed), ("shared", shared)):
+            for role, tensor in (("gate_up", experts.gate_up), ("down", experts.down)) if experts else ():
+                if tensor.scales is not None:
+                    found = nan_positions(tensor.scales, e8m0_scales=tensor.e8m0_scales)
+                    if len(found):
+                        raise ValueError(
+                            f"{name}: {len(found)} scales of {which} {role} are NaN, the first at {found[0].tolist()}; "
+                            "the checkpoint is damaged or was exported wrongly"
+                        )
         if shared is None:
             return
         if shared.num_experts != 1:
@@ -100,6 +116,14 @@ class FoldedMoE(torch.nn.Module):
             )
         if shared.device != routed.device:
             raise ValueError(f"{name}: routed experts are on {routed.device}, the shared expert on {shared.device}")
+
+    def _check_plan(self, routed: ExpertWeights) -> None:
+        spec, parts = self.plan.spec, self.plan.placement.tp_size
+        planned = (spec.hidden, spec.routed.width // parts, spec.routed.format)
+        found = (routed.hidden, routed.width, routed.format)
+        if found != planned:
+            told = (f"hidden size {h}, width {w}, {form.value}" for h, w, form in (planned, found))
+            raise ValueError("{}: planned for routed experts of {}; found {}".format(self.plan.layer, *told))
 
     def _pack(
         self,
@@ -155,6 +179,7 @@ class FoldedMoE(torch.nn.Module):
             TypeError: dtypes.
         """
         if torch.compiler.is_compiling():
+            # The op takes tensors; from the host's, :meth:`run` makes numbers again.
             rows = torch.tensor(shared_rows, dtype=torch.int32) if isinstance(shared_rows, tuple) else shared_rows
             valid = torch.tensor([num_valid_tokens]) if isinstance(num_valid_tokens, int) else num_valid_tokens
             y: Tensor = op.moe(x, topk_ids, topk_weights, shared_weights, routed_scale, valid, rows, self._handle)
@@ -173,22 +198,44 @@ class FoldedMoE(torch.nn.Module):
         shared_rows: tuple[int, int] | Tensor | None,
     ) -> Tensor:
         """:meth:`forward` with positional arguments, for the torch op."""
-        self._check_call(x, topk_ids, topk_weights, shared_weights, num_valid_tokens)
+        valid, rows = self._bounds(num_valid_tokens, shared_rows)
+        self._check_call(x, topk_ids, topk_weights, shared_weights, valid)
         if x.shape[0] == 0:
-            return torch.empty_like(x)
+            return x.new_empty(x.shape)
         weights = topk_weights.to(torch.float32)
         call = Call(
             x.contiguous(),
             topk_ids,
             weights,
             None if shared_weights is None else shared_weights.to(torch.float32).contiguous(),
-            routed_scale,
-            num_valid_tokens,
-            shared_rows,
+            float(routed_scale),
+            valid,
+            rows,
         )
         slot = self.plan.strategy == "slot"
         call = self.packed.rank_routes(call, self.experts, self.plan.spec.routed.count, slot=slot)
         return run_planned(self.packed, self.plan, call, x.shape[0])
+
+    def _bounds(
+        self, valid: int | Tensor | None, rows: tuple[int, int] | Tensor | None
+    ) -> tuple[int | Tensor | None, tuple[int, int] | Tensor | None]:
+        """Row bounds as numbers, or as contiguous tensors where only the device knows them."""
+        layer = self.plan.layer
+        for name, bound, size in (("num_valid_tokens", valid, 1), ("shared_rows", rows, 2)):
+            if isinstance(bound, Tensor) and (bound.is_floating_point() or bound.numel() != size):
+                raise ValueError(
+                    f"{layer}: {name} must be {size} int32 or int64 number{'s' * (size > 1)}, found "
+                    f"{list(bound.shape)} {bound.dtype}"
+                )
+        if isinstance(valid, Tensor):
+            valid = int(valid) if valid.is_cpu else valid.reshape(1)
+        if isinstance(rows, Tensor):
+            rows = tuple(rows.tolist()) if rows.is_cpu else rows.contiguous()
+        if not isinstance(valid, Tensor) and valid is not None and (not isinstance(valid, Integral) or valid < 0):
+            raise ValueError(f"{layer}: num_valid_tokens must be 0 or more, found {valid}")
+        if not isinstance(rows, Tensor) and rows is not None and not _is_pair(rows):
+            raise ValueError(f"{layer}: shared_rows must be (start, end), found {rows}")
+        return valid, rows
 
     def _check_call(
         self,
@@ -199,6 +246,14 @@ class FoldedMoE(torch.nn.Module):
         valid: int | Tensor | None,
     ) -> None:
         name, spec = self.plan.layer, self.plan.spec
+        for what, tensor in (
+            ("x", x),
+            ("topk_ids", ids),
+            ("topk_weights", weights),
+            ("shared_weights", shared_weights),
+        ):
+            if tensor is not None and tensor.device != self.device:
+                raise ValueError(f"{name}: {what} is on {tensor.device}, the layer on {self.device}")
         if x.dtype not in _DTYPES:
             raise TypeError(f"{name}: x must be bfloat16, float16 or float32, found {x.dtype}")
         if ids.dtype not in (torch.int32, torch.int64):
@@ -219,6 +274,8 @@ class FoldedMoE(torch.nn.Module):
             raise ValueError(f"{name}: {ids.shape[1]} ids a token but only {spec.routed.count} routed experts")
         if shared_weights is not None and shared_weights.shape != x.shape[:1]:
             raise ValueError(f"{name}: shared_weights must be [{x.shape[0]}], found {list(shared_weights.shape)}")
+        if not weights.is_floating_point():
+            raise TypeError(f"{name}: topk_weights must be float32, found {weights.dtype}")
         if ids.device.type == "cpu" and (used := ids if valid is None else ids[: int(valid)]).numel():
             low, high = (int(v) for v in used.aminmax())
             if low < -1 or high >= spec.routed.count:
@@ -261,8 +318,17 @@ class FoldedMoE(torch.nn.Module):
             )
         return layer_tensors(self.stored_as, *self.unpack(), placement=self.plan.placement)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own, for ``torch.compile`` too."""
+        super().__setstate__(state)
+        self._handle = op.register(self)
+
     def extra_repr(self) -> str:
         return str(self.plan)
+
+
+def _is_pair(rows: object) -> bool:
+    return isinstance(rows, tuple | list) and len(rows) == 2 and all(isinstance(row, Integral) for row in rows)
 
 
 def _spec(

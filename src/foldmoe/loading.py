@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from foldmoe.checkpoint import CheckpointError, Headers, OpaqueLayer, find_layer, read_headers, read_layers
 from foldmoe.checkpoint.reader import read_layer
 from foldmoe.layer import FoldedMoE
 from foldmoe.planner import FusionPolicy, plan_layer
+from foldmoe.planner.devices import torch_device
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
     from foldmoe.moe import Placement
 
@@ -36,9 +37,9 @@ def load_layer(
 
     Raises:
         CheckpointError: tensors that are missing, unexpected or damaged, all listed; or a layer that is not read here.
-        ValueError: a NaN or Inf, by tensor name and index.
+        ValueError: a NaN or Inf, by tensor name and index; or a device that is not here.
     """
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = torch_device(device)
     headers = path if isinstance(path, Headers) else read_headers(path)
     found = find_layer(read_layers(headers), layer)
     if isinstance(found.spec, OpaqueLayer):

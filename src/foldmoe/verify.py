@@ -6,22 +6,26 @@ The reference reads the checkpoint by itself. Inputs are random; routes are the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from foldmoe.checkpoint import CheckpointError, Headers, MoELayer, OpaqueLayer, read_headers, read_layers
 from foldmoe.checkpoint.config import ModelFacts
+from foldmoe.checkpoint.families import collect
+from foldmoe.checkpoint.headers import INDEX_NAME
 from foldmoe.checkpoint.reader import LayerTensors, read_layer
+from foldmoe.checkpoint.routes import check_router, routes
 from foldmoe.loading import load_layer
-from foldmoe.moe import routing
 from foldmoe.moe.merge import slot_weights
 from foldmoe.planner import FusionPolicy
+from foldmoe.planner.capability import find
+from foldmoe.planner.devices import torch_device
 from foldmoe.reference import reference_moe, relative_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from foldmoe.layer import FoldedMoE
@@ -60,7 +64,8 @@ class LayerCheck:
         requantized: the fold lowered the shared expert's precision.
         tolerance: what the first three may not exceed.
         problems: why the layer fails; empty if it passes.
-        skipped: the layer is not read here and nothing was computed.
+        skipped: the layer has a format that is not read here and nothing was computed.
+        whole: this is no layer but the checkpoint, parts of which are missing.
     """
 
     layer: str
@@ -73,6 +78,7 @@ class LayerCheck:
     tolerance: float = 0.0
     problems: tuple[str, ...] = ()
     skipped: bool = False
+    whole: bool = False
 
     @property
     def ok(self) -> bool:
@@ -85,35 +91,50 @@ def verify(
     policy: FusionPolicy | None = None,
     tokens: int = 16,
     seed: int = 0,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = "cpu",
     dtype: torch.dtype | None = None,
     load: Loader = load_layer,
 ) -> Iterator[LayerCheck]:
     """Check every MoE layer of a local checkpoint, one result a layer as it is found.
 
+    Layers that the index lists and no shard holds fail, and so does the whole checkpoint then, in one more result.
+
     Args:
         policy: of the folded run; the unfolded one is the same with ``fold="off"``.
-        tokens: rows of random input.
+        tokens: rows of random input, at least 1.
+        seed: of the input and of hash layers' token ids, 0 to 2**64 - 1.
+        device: what the layers run on; the GPU if there is one where it is None.
         dtype: of the input; float32 on a CPU and bf16 elsewhere by default.
         load: builds the layers.
 
     Raises:
         CheckpointError: a checkpoint that cannot be read at all.
+        ValueError: no tokens, a seed out of range, a backend that nobody registered, or a device that is not here.
     """
+    policy, target = policy or FusionPolicy(), torch_device(device)
+    if tokens < 1 or not 0 <= seed < 2**64:
+        raise ValueError(f"{tokens} tokens of seed {seed}; expected at least 1 token and a seed of 0 to 2**64 - 1")
+    if policy.backend != "auto":
+        find(policy.backend)
     headers = read_headers(source)
-    facts = ModelFacts.of(headers.config)
     if dtype is None:
-        dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    for layer in read_layers(headers):
-        random = torch.Generator().manual_seed(seed)
-        if isinstance(layer.spec, OpaqueLayer):
-            yield _opaque(layer.spec)
-            continue
-        try:
-            case = _case(layer, layer.spec, read_layer(headers, layer), facts, tokens, dtype, random)
-            yield _check(headers, layer, case, policy or FusionPolicy(), device, load)
-        except (CheckpointError, ValueError) as error:
-            yield LayerCheck(layer.name, problems=(str(error),))
+        dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
+    inputs = _Inputs(ModelFacts.of(headers.config, headers.config_path), tokens, seed, dtype)
+    layers = read_layers(headers)
+
+    def checks() -> Iterator[LayerCheck]:
+        for layer in layers:
+            if isinstance(layer.spec, OpaqueLayer):
+                yield _opaque(layer.spec)
+                continue
+            try:
+                case = _case(layer, layer.spec, read_layer(headers, layer), inputs)
+                yield _check(headers, layer, case, policy, target, load)
+            except ValueError as error:
+                yield LayerCheck(layer.name, problems=(str(error),))
+        yield from _absent(headers, {layer.name for layer in layers})
+
+    return checks()
 
 
 def passes(checks: Sequence[LayerCheck]) -> bool:
@@ -122,10 +143,29 @@ def passes(checks: Sequence[LayerCheck]) -> bool:
 
 
 def _opaque(layer: OpaqueLayer) -> LayerCheck:
-    """A format that is not known here is skipped; tensors that are missing or do not fit are a failure."""
-    foreign = any(reason.startswith(("not readable", "config.json")) for reason in layer.reasons)
-    broken = tuple(r for r in layer.reasons if r.startswith(("missing", "wrong shape")) or not foreign)
-    return LayerCheck(layer.name, how=layer.reasons[0], problems=broken, skipped=not broken)
+    """A format that is not known here is skipped; tensors and facts that are missing or do not fit are a failure."""
+    return LayerCheck(layer.name, how=layer.reasons[0], problems=layer.damage, skipped=not layer.damage)
+
+
+def _absent(headers: Headers, found: set[str]) -> Iterator[LayerCheck]:
+    """Layers that only the index knows, and what else it and the shards' numbers promise."""
+    for block in collect(headers.absent):
+        if block.name not in found:
+            names = block.names()
+            problem = f"missing: the whole layer, {len(names)} tensors that {INDEX_NAME} lists (first: {names[0]})"
+            yield LayerCheck(block.name, problems=(problem,))
+    if headers.incomplete:
+        yield LayerCheck("the checkpoint", problems=headers.incomplete, whole=True)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What every layer's input is made from."""
+
+    facts: ModelFacts
+    tokens: int
+    seed: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +196,7 @@ def _check(
     layer: MoELayer,
     case: _Case,
     policy: FusionPolicy,
-    device: torch.device | str,
+    device: torch.device,
     load: Loader,
 ) -> LayerCheck:
     runs = [
@@ -190,7 +230,7 @@ def _check(
     return replace(check, problems=tuple(problems))
 
 
-def _run(moe: FoldedMoE, case: _Case, device: torch.device | str) -> _Run:
+def _run(moe: FoldedMoE, case: _Case, device: torch.device) -> _Run:
     plan, spec = moe.plan, case.spec
     routed, shared = case.truth.routed, case.truth.shared
     problems = []
@@ -233,38 +273,14 @@ def _same(mine: ExpertWeights | None, stored: ExpertWeights | None) -> bool:
     return True
 
 
-def _case(
-    layer: MoELayer,
-    spec: LayerSpec,
-    truth: LayerTensors,
-    facts: ModelFacts,
-    tokens: int,
-    dtype: torch.dtype,
-    random: torch.Generator,
-) -> _Case:
-    x = torch.randn(tokens, spec.hidden, generator=random).to(dtype)
+def _case(layer: MoELayer, spec: LayerSpec, truth: LayerTensors, inputs: _Inputs) -> _Case:
+    random = torch.Generator().manual_seed(inputs.seed)
+    x = torch.randn(inputs.tokens, spec.hidden, generator=random).to(inputs.dtype)
     router = truth.router
     if "weight" not in router:
         raise CheckpointError(f"{layer.name}: missing: gate.weight, without which no token finds its experts")
-    ids, weights = routes(x, router, spec.top_k, facts, random)
+    check_router(layer, router, spec.routed.count)
+    ids, weights = routes(x, router, spec.top_k, inputs.facts, random)
     gate = router.get("shared_gate")
     s = None if gate is None else torch.sigmoid(x.float() @ gate.float().flatten())
     return _Case(spec, truth, x, ids, weights, s)
-
-
-def routes(
-    x: Tensor, router: Mapping[str, Tensor], k: int, facts: ModelFacts, random: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Ids and weights ``[M, K]`` that a layer's own router gives to ``x``; a hash layer gets random token ids."""
-    logits = x.float() @ router["weight"].float().T
-    bias = router.get("bias")
-    scoring: Any = facts.scoring or ("softmax" if bias is None else "sigmoid")
-    common: dict[str, Any] = {
-        "scoring": scoring, "renormalize": facts.renormalize, "routed_scale": facts.routed_scale
-    }  # fmt: skip
-    table = router.get("table")
-    if table is not None:
-        tokens = torch.randint(0, table.shape[0], (x.shape[0],), generator=random)
-        return routing.hashed(logits, tokens, table, **common)
-    groups = facts.groups if logits.shape[1] % facts.groups == 0 else 1
-    return routing.top_k(logits, k, bias=bias, groups=groups, top_groups=min(facts.top_groups, groups), **common)

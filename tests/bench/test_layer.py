@@ -46,9 +46,19 @@ def test_stock_is_refused_with_the_reason_where_weights_are_quantised(small: str
 
 @pytest.mark.parametrize(
     ("request_", "message"),
-    [(layer.Request("Z", (1,)), "no shape 'Z'"), (layer.Request("small", (1,), ("floded",)), "no arm 'floded'")],
+    [
+        (layer.Request("Z", (1,)), "no shape 'Z'"),
+        (layer.Request("small", (1,), ("floded",)), "no arm 'floded'"),
+        (layer.Request("small", (1,), ("folded", "serial", "folded")), "--arms names folded more than once"),
+        (layer.Request("small", (4, 0)), "--tokens must be at least 1, found 4,0"),
+        (layer.Request("small", ()), "--tokens must be at least 1, found none"),
+        (layer.Request("small", (1,), inputs=0), "--inputs must be at least 1, found 0"),
+        (layer.Request("small", (1,), rounds=-1), "--rounds must be at least 1, found -1"),
+        (layer.Request("small", (1,), device="h200"), "'foldmoe plan --device h200' plans for it"),
+        (layer.Request("small", (1,), device="foo"), "device 'foo' is unknown to torch"),
+    ],
 )
-def test_unknown_shapes_and_arms_are_refused(small: str, request_: layer.Request, message: str) -> None:
+def test_what_cannot_be_timed_is_refused(small: str, request_: layer.Request, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layer.run(request_)
 

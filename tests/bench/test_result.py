@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from foldmoe.bench.ceilings import Ceilings
 from foldmoe.bench.compare import compare
-from foldmoe.bench.result import LayerResult, Request
+from foldmoe.bench.result import LayerResult, Request, Row
 from foldmoe.cli.bench import app as bench
 from foldmoe.cli.main import app
 from tests.support.results import layer_result
@@ -123,6 +123,19 @@ def test_rows_of_one_result_alone_are_new_or_gone() -> None:
     assert found.regressions == ()
 
 
+@pytest.mark.parametrize(("rows", "said"), [([], "before, no row"), (None, "before, hopper folded, .* at 1 tokens")])
+def test_results_without_a_row_in_common_are_no_comparison(rows: list[Row] | None, said: str) -> None:
+    old, new = layer_result(tokens=(1,)), layer_result(tokens=(8,))
+    old = old if rows is None else replace(old, rows=rows)
+    with pytest.raises(ValueError, match=rf"nothing to compare: .*{said}; after, hopper folded, .* at 8 tokens"):
+        compare(old, new)
+
+
+def test_a_time_that_is_no_number_is_not_called_faster() -> None:
+    old = layer_result()
+    assert {c.verdict for c in compare(old, _moved(old, float("nan"))).changes} == {"slower"}
+
+
 def test_too_few_rounds_give_no_verdict() -> None:
     old = layer_result(rounds=3)
     assert {c.verdict for c in compare(old, _moved(old, 2.0)).changes} == {"too few rounds"}
@@ -143,7 +156,10 @@ def test_other_layers_are_not_compared() -> None:
         compare(old, replace(old, spec="H 1"))
 
 
-@pytest.mark.parametrize(("by", "status", "line"), [(1.5, 1, "rows slower"), (1.0, 0, "no row is slower")])
+@pytest.mark.parametrize(
+    ("by", "status", "line"),
+    [(1.5, 1, "21 rows slower by more than the noise, 21 of 21"), (1.0, 0, "no row is slower, 21 of 21 rows compared")],
+)
 def test_the_command_marks_regressions_and_says_so_by_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: float, status: int, line: str
 ) -> None:

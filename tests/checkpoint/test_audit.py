@@ -89,6 +89,52 @@ def test_experts_beyond_the_router_are_unexpected(changed: Callable[..., Path]) 
     assert f"unexpected: experts 14-15 under {LAYER}.experts, the router knows 14" in error(changed("v4", spoil))
 
 
+def test_router_tensors_of_another_shape_are_errors_like_any_other(changed: Callable[..., Path]) -> None:
+    table = "layers.0.ffn.gate.tid2eid"
+
+    def spoil(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors[f"{LAYER}.gate.weight"] = tensors[f"{LAYER}.gate.weight"][:, 1:].clone()
+        tensors[f"{LAYER}.gate.bias"] = torch.zeros(17)
+        del tensors[f"{LAYER}.experts.3.w2.scale"]
+        tensors[table] = tensors[table].flatten()
+
+    folder = changed("v4", spoil)
+    message = error(folder)
+    for line in (
+        f"wrong shape: {LAYER}.gate.weight BF16 [16, 255], expected [16, 256]",
+        f"wrong shape: {LAYER}.gate.bias F32 [17], expected [16]",
+        f"missing: {LAYER}.experts.3.w2.scale",
+    ):
+        assert line in message
+    assert message.count("\n  ") == 3
+    assert f"wrong shape: {table} I64 [" in error(folder, "layers.0.ffn")
+
+
+def test_router_vectors_may_have_a_dimension_of_one_more(changed: Callable[..., Path]) -> None:
+    def widen(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors[f"{LAYER}.gate.bias"] = torch.zeros(1, 16)
+
+    headers = read_headers(changed("v4", widen))
+    assert find_layer(read_layers(headers), LAYER).audit.problems == ()
+
+
+def test_foreign_formats_are_told_from_damage(changed: Callable[..., Path]) -> None:
+    def spoil(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["hidden_act"] = "gelu"
+        for expert in range(16):
+            tensors[f"{LAYER}.experts.{expert}.w1.zeros"] = torch.zeros(1)
+        tensors[f"{LAYER}.shared_experts.w1.weight"] = tensors[f"{LAYER}.shared_experts.w1.weight"].view(torch.int32)
+        tensors["layers.2.ffn.shared_experts.w1.scale"] = torch.zeros(3, 3, dtype=torch.uint8)
+
+    layers = read_layers(read_headers(changed("v4", spoil)))
+    foreign, damaged = (find_layer(layers, name).spec for name in (LAYER, "layers.2.ffn"))
+    assert isinstance(foreign, OpaqueLayer)
+    assert isinstance(damaged, OpaqueLayer)
+    assert foreign.damage == ()
+    assert [reason.partition(" ")[0] for reason in damaged.damage] == ["not"]
+    assert len(damaged.reasons) == 2
+
+
 def test_case_33_a_scale_table_four_times_too_narrow_is_an_error(changed: Callable[..., Path]) -> None:
     def narrow(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         for name in [n for n in tensors if f"{LAYER}.experts." in n and n.endswith(".scale")]:

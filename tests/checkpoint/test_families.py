@@ -68,6 +68,21 @@ def test_dense_layers_and_attention_gates_are_no_moe_blocks() -> None:
     assert collect(names) == []
 
 
+def test_a_layer_that_lost_its_experts_is_kept() -> None:
+    whole = ["model.layers.1.mlp.experts.0.w1.weight", "model.layers.1.mlp.gate.weight"]
+    router, shared = "model.layers.2.mlp.gate.weight", "model.layers.3.mlp.shared_expert.w1.weight"
+    attention = "model.layers.2.self_attn.gate.weight"
+    found = collect([*whole, router, shared, attention])
+    assert [b.name for b in found] == [f"model.layers.{i}.mlp" for i in (1, 2, 3)]
+    assert [b.has_experts for b in found] == [True, False, False]
+
+
+def test_a_shared_expert_beside_the_block_of_its_experts_is_no_layer_of_its_own() -> None:
+    for experts in ("model.layers.1.mlp.moe", "model.layers.1.block_sparse_moe", "model.layers.1"):
+        found = collect([f"{experts}.experts.0.w1.weight", "model.layers.1.mlp.shared_expert.w1.weight"])
+        assert [b.name for b in found] == [experts]
+
+
 def test_main_layers_come_first_in_order_then_drafts() -> None:
     blocks = ["mtp.0.ffn", "layers.10.ffn", "layers.2.ffn"]
     found = collect([f"{b}.experts.0.w1.weight" for b in blocks])

@@ -66,6 +66,17 @@ def test_a_shard_that_its_siblings_number_but_that_is_not_there_is_a_note(folder
     assert any("1 of 2 shards are not there (first: number 1)" in note for note in read_headers(folder).notes)
 
 
+def test_what_is_missing_is_told_from_other_notes(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    (folder / "config.json").unlink()
+    headers = read_headers(folder)
+    assert headers.absent == ("b",)
+    assert len(headers.incomplete) == 2
+    assert set(headers.notes) - set(headers.incomplete) == {headers.notes[0]}
+    assert headers.notes[0].startswith("config.json is missing")
+    assert headers.config_path == f"{folder}/config.json"
+
+
 def test_a_tensor_in_two_shards_is_an_error_that_names_both(folder: Path) -> None:
     save_file({"a": torch.zeros(1)}, folder / "stray.safetensors")
     with pytest.raises(CheckpointError, match=r"a stands in two shards, model-00001.* and stray.safetensors"):

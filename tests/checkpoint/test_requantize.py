@@ -35,7 +35,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["v4", "v4.1", "glm-fp8", "qwen", "stacked"])
+@pytest.mark.parametrize("kind", ["v4", "v4.1", "stacked"])
 def test_shared_experts_become_mxfp4_and_nothing_else_changes(
     kinds: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
@@ -77,14 +77,20 @@ def test_config_says_what_was_done_and_other_files_come_along(kinds: dict[str, P
     shutil.copytree(kinds["v4"], source)
     (source / "tokenizer.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"other weights")
+    for name, text in (("encoding/rules/chat.py", "pass"), ("encoding/draft.safetensors", ""), (".cache/x", "")):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
+    (source / "encoding" / "loop").symlink_to(source, target_is_directory=True)
     shards: list[str] = []
-    requantize(source, tmp_path / "out", progress=shards.append)
+    done = requantize(source, tmp_path / "out", progress=shards.append)
     out = tmp_path / "out"
     config = json.loads((out / "config.json").read_text())
     assert config.pop("foldmoe") == {"shared_experts": "mxfp4", "requantized_from": ["fp8_128x128"]}
     assert config == json.loads((source / "config.json").read_text())
     assert (out / "tokenizer.json").exists()
+    assert (out / "encoding" / "rules" / "chat.py").read_text() == "pass"
     assert not (out / "pytorch_model.bin").exists()
+    assert done.left == (".cache", "encoding/draft.safetensors", "encoding/loop", "pytorch_model.bin")
     assert shards == sorted(path.name for path in out.glob("*.safetensors"))
     assert not list(out.glob(".*"))
 
@@ -108,15 +114,84 @@ def test_nothing_to_do_is_an_error_that_says_why(kinds: dict[str, Path], tmp_pat
     assert not (tmp_path / "twice").exists()
 
 
-def test_layers_without_a_shared_expert_are_kept(changed: Callable[..., Path], tmp_path: Path) -> None:
+def test_layers_without_a_shared_expert_or_in_a_foreign_format_are_kept(
+    changed: Callable[..., Path], tmp_path: Path
+) -> None:
     def drop(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         del config["n_shared_experts"]
-        for name in [n for n in tensors if "layers.1.mlp.shared" in n]:
+        for name in [n for n in tensors if "layers.1.ffn.shared" in n]:
+            del tensors[name]
+        for name in [n for n in tensors if "layers.2.ffn.experts" in n and n.endswith("weight")]:
+            tensors[name] = tensors[name].view(torch.int32)
+
+    done = requantize(changed("v4", drop), tmp_path / "out")
+    assert done.kept[0] == "layers.1.ffn: no shared expert"
+    assert done.kept[1].startswith("layers.2.ffn: not read (not readable:")
+    assert [loss.layer for loss in done.losses] == ["layers.0.ffn", "layers.3.ffn", "layers.4.ffn"]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "qwen", "glm-fp8"])
+def test_shared_experts_beside_routed_ones_of_another_format_are_not_lowered(
+    kinds: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    stored = {"glm-fp8": "fp8_128x128"}.get(kind, "bf16")
+    with pytest.raises(CheckpointError, match=rf"no shared expert .*: the routed experts are {stored}, not mxfp4"):
+        requantize(kinds[kind], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_layers_of_mxfp4_are_lowered(changed: Callable[..., Path], tmp_path: Path) -> None:
+    layer = "model.layers.1.mlp"
+
+    def widen(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        for name in [n for n in tensors if n.startswith(f"{layer}.experts.")]:
+            old = tensors.pop(name)
+            if "scale" not in name:
+                tensors[name] = torch.ones(*old.shape[:-1], old.shape[-1] * 2, dtype=torch.bfloat16)
+
+    source = changed("stacked", widen)
+    done = requantize(source, tmp_path / "out")
+    assert done.kept == (f"{layer}: the routed experts are bf16, not mxfp4",)
+    assert [loss.layer for loss in done.losses] == ["model.layers.0.mlp"]
+    old, new = tensors_of(source), tensors_of(tmp_path / "out")
+    assert all(torch.equal(new[name], old[name]) for name in old if name.startswith(layer))
+
+
+def test_an_incomplete_or_damaged_checkpoint_is_refused_and_what_is_missing_listed(
+    kinds: dict[str, Path], changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(kinds["v4"], half)
+    (half / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="incomplete or damaged") as caught:
+        requantize(half, tmp_path / "out")
+    assert "1 of 2 shards are not there (first: number 2)" in str(caught.value)
+    assert "tensors that no shard here holds" in str(caught.value)
+
+    def lose(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        for name in [n for n in tensors if n.startswith("layers.3.ffn.experts.")]:
             del tensors[name]
 
-    done = requantize(changed("bf16", drop), tmp_path / "out")
-    assert done.kept == ("model.layers.1.mlp: no shared expert",)
-    assert [loss.layer for loss in done.losses] == ["model.layers.2.mlp"]
+    with pytest.raises(CheckpointError, match=r"layers.3.ffn: missing: experts 0-15 of 16 under layers.3.ffn.experts"):
+        requantize(changed("v4", lose), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_single_file_is_refused(changed: Callable[..., Path], tmp_path: Path) -> None:
+    shard = changed("v4", lambda tensors, config: None) / "model.safetensors"
+    with pytest.raises(CheckpointError, match=r"model.safetensors is a file; .* give its folder"):
+        requantize(shard, tmp_path / "out")
+
+
+def test_a_weight_that_overflows_is_named_with_its_layer(changed: Callable[..., Path], tmp_path: Path) -> None:
+    name = "layers.3.ffn.shared_experts.w1"
+
+    def overflow(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors[f"{name}.scale"].view(torch.uint8).fill_(254)
+
+    with pytest.raises(CheckpointError, match=rf"layers.3.ffn: {name}.weight, .*MXFP4 holds neither NaN nor Inf"):
+        requantize(changed("v4", overflow), tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_a_hub_repository_must_be_downloaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -53,6 +53,33 @@ def test_a_truncated_shard_is_an_error_that_names_it(tmp_path: Path, cut: int) -
         read_shard(path)
 
 
+def test_a_length_that_begins_like_json_is_still_a_length(tmp_path: Path) -> None:
+    path = write(tmp_path / "x", b"{" + b" " * (ord("{") + 256 - 2) + b"}", b"")
+    assert path.read_bytes()[:1] == b"{"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="x: truncated"):
+        read_shard(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"hidden_size": 4}', r"x: JSON, no safetensors file; give the checkpoint's folder, or a .safetensors file"),
+        ("\n[1, 2, 3, 4, 5, 6]", "x: JSON, no"),
+        (
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n",
+            "x: a Git LFS pointer.* 'git lfs pull'",
+        ),
+        ("", "x: truncated"),
+        ("hello, world", "x: truncated"),
+    ],
+)
+def test_text_in_the_place_of_a_shard_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_shard(tmp_path / "x")
+
+
 @pytest.mark.parametrize(
     ("header", "data", "message"),
     [

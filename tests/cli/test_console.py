@@ -20,5 +20,6 @@ def test_a_log_says_what_begins_as_it_begins() -> None:
 def test_a_terminal_shows_a_bar() -> None:
     screen = io.StringIO()
     with Bars(Console(file=screen, force_terminal=True, width=80)) as bars:
-        bars.step("native: needle", 50)(25)
+        bars.step("native [x]: needle", 50)(25)
     assert "25/50" in screen.getvalue()
+    assert "native [x]: needle" in screen.getvalue()

@@ -106,6 +106,12 @@ def test_errors_are_for_people(folder: Path, tmp_path: Path) -> None:
         ((str(folder), "--device", "h900"), "unknown device 'h900'"),
         ((str(folder), "--backend", "nobody"), "no backend called 'nobody'"),
         ((str(folder), "--ep", "0"), "ep_size 0"),
+        ((str(folder), "--device", "mps"), "no layer of ours runs on mps"),
+        ((str(folder), "--tokens", "0"), "--tokens must be at least 1, found 0"),
+        ((str(folder), "--link", "ib400"), "--link without --estimate"),
+        ((str(folder), "--measured", "none.json", "--efficiency", "1"), "--efficiency, --measured without --estimate"),
+        ((str(folder), "--estimate", "--device", "h200", "--efficiency", "nan"), "efficiency must lie between 0 and 1"),
+        ((str(folder), "--estimate", "--device", "h200", "--link", ""), "unknown link ''"),
     ):
         code, output = run(*arguments)
         assert code == 2
@@ -129,3 +135,13 @@ def test_an_empty_checkpoint_has_a_summary_too(tmp_path: Path) -> None:
     write_header(tmp_path / "a.safetensors", [("model.norm.weight", "BF16", (4,))])
     code, output = run(str(tmp_path), "--device", "cpu")
     assert (code, "no MoE layers: nothing to fold" in output) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["c_[bold]", "x[", "[/y]", "a:smile:b"])
+def test_a_folder_is_called_by_its_name_whatever_it_looks_like(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.mkdir(parents=True)
+    v4_checkpoint(path, hidden=256, width=128, layers=1, experts=4, block=128, drafts=0, draft_experts=0)
+    code, output = run(str(path), "--device", "cpu")
+    assert code == 0, output
+    assert f"{path}on cpu".replace(" ", "") in "".join(output.split())  # the title is as narrow as its table

@@ -15,10 +15,11 @@ from foldmoe import FoldedMoE, FusionPolicy, load_layer
 from foldmoe.checkpoint.config import ModelFacts
 from foldmoe.checkpoint.generate import generate, write
 from foldmoe.checkpoint.generate.experts import Geometry, MoERecipe, Storage, moe_tensors
+from foldmoe.checkpoint.routes import routes
 from foldmoe.cli.main import app
 from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.moe import ExpertWeights
-from foldmoe.verify import EXACT, ON_HOPPER, TOLERANCE, passes, routes, verify
+from foldmoe.verify import EXACT, ON_HOPPER, TOLERANCE, passes, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,13 +174,14 @@ def test_a_derived_checkpoint_with_a_scaled_shared_expert_fails_against_its_orig
 
 
 def test_requantize_prints_what_it_cost_and_its_result_verifies(kinds: dict[str, Path], tmp_path: Path) -> None:
-    code, output = run("requantize", str(kinds["glm-fp8"]), str(tmp_path / "out"))
+    code, output = run("requantize", str(kinds["v4.1"]), str(tmp_path / "out"))
     assert code == 0
     assert "3 shared experts are mxfp4 now, RMS up to 0.1" in output
-    code, output = run("verify", str(tmp_path / "out"), "--tokens", "2", "--against", str(kinds["glm-fp8"]))
+    assert "on a Hopper GPU run this copy with --fold slot" in output
+    code, output = run("verify", str(tmp_path / "out"), "--tokens", "2", "--against", str(kinds["v4.1"]))
     assert code == 0
     assert "requantised" in output
-    code, output = run("requantize", str(kinds["glm-fp8"]), str(tmp_path / "out"))
+    code, output = run("requantize", str(kinds["v4.1"]), str(tmp_path / "out"))
     assert code == 2
     assert "exists and is not empty" in output
 

@@ -21,20 +21,22 @@ SOURCES = {
     "backends/hopper/pack_bf16.py": ("check_bf16",),
     "backends/hopper/pack_fp8.py": ("check_fp8_block",),
     "backends/triton/backend.py": ("unavailable",),
-    "backends/triton/layout.py": ("matrix",),
+    "backends/triton/layout.py": ("matrix", "_check_span"),
     "backends/triton/limits.py": ("refusals", "_refusals"),
     "checkpoint/specs.py": ("_layer", "_precision", "_differs", "_cross_check", "_check_dtype", "_other_notes"),
     "checkpoint/config.py": ("_odd_activation",),
-    "checkpoint/audit.py": ("audit", "_set", "_stacked", "_experts"),
+    "checkpoint/audit.py": ("audit", "_set", "_stacked", "_experts", "_missing", "_router"),
     "checkpoint/stored.py": ("read_set", "_matrix"),
     "formats/tensor.py": ("detect", "_expect_shape"),
     "moe/slots.py": ("to_slots", "_check", "append_shared_slot", "check_replicas", "to_physical"),
     "parallel/agree.py": ("compare", "_differences"),
     "integrations/transformers/blocks.py": ("obstacles",),
+    "integrations/transformers/folding.py": ("_decide",),
     "integrations/transformers/loading.py": ("_load_blocks",),
+    "integrations/transformers/twin.py": ("_objection",),
     "integrations/vllm/versions.py": ("objection",),
     "integrations/vllm/refusals.py": ("of_routed", "_new_weights", "_activation", "of_runner"),
-    "integrations/vllm/layers.py": ("_raw",),
+    "integrations/vllm/layers.py": ("_raw", "__init__"),
     "integrations/vllm/stored.py": ("routed_storage",),
     "integrations/vllm/shared.py": ("of", "_activation"),
 }
@@ -49,6 +51,8 @@ NO_REASONS = {
     "checkpoint/specs.py": ("reasons",),
     "planner/checkpoint.py": ("reasons",),
     "planner/decide.py": ("_first",),  # puts a backend's name in front
+    "integrations/transformers/folding.py": ("_swap",),  # asks the layer
+    "integrations/transformers/twin.py": ("objection",),  # asks _objection
     "integrations/vllm/advice.py": ("command",),  # advice on a command line, not reasons of a layer
     "integrations/vllm/layers.py": ("_decide",),  # asks refusals.py and the planner
 }

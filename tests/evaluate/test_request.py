@@ -73,3 +73,23 @@ def test_presets_only_name_options_that_exist() -> None:
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Request(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"items": 0}, "--items must be at least 1, found 0"),
+        ({"items": -1}, "--items must be at least 1, found -1"),
+        ({"batch": 0}, "--batch must be at least 1, found 0"),
+        ({"max_tokens": 0}, "--max-tokens must be at least 1, found 0"),
+        ({"concurrency": 0}, "--concurrency must be at least 1, found 0"),
+        ({"shots": -1}, "--shots must be at least 0, found -1"),
+        ({"lengths": (4096, -4)}, "--lengths must be at least 1, found 4096,-4"),
+        ({"margin": -1.0}, "--margin must be between 0 and 1, found -1.0"),
+        ({"margin": float("nan")}, "--margin must be between 0 and 1, found nan"),
+        ({"arms": ("native", "serial", "native")}, "--arms names native more than once"),
+    ],
+)
+def test_numbers_out_of_range_and_arms_twice_are_refused_by_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Request(**{"arms": ("serial",), **options})

@@ -47,6 +47,8 @@ def check(
     ids = torch.randint(-1, experts + 1, (m, k), generator=g).to(ids_dtype)  # -1 and E are no routes
     if k > 1:
         ids[m // 2] = ids[m // 2, 0]  # duplicates
+    if k and ids_dtype == torch.int64:
+        ids[0, -1] = 2**32 + 1  # expert 1 for whoever drops the upper half
     x[valid:] = float("nan")
     weights = torch.rand(m, k, generator=g)
     weights[ids < 0] = float("nan")

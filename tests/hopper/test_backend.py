@@ -112,6 +112,28 @@ def test_a_scale_out_of_range_is_refused_before_anything_is_written_over():
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(left, kept, strict=True))
 
 
+def test_a_nan_scale_ends_packing():
+    """No other backend is tried: it would run the layer."""
+    routed = weights(2, 256, 128, quantizer(Format.FP8_128x128, False))
+    routed.down.scales[1, 1, 0] = torch.nan
+    with pytest.raises(ValueError, match="routed down: 1 scales are NaN") as raised:
+        pack(routed, None)
+    assert not isinstance(raised.value, Unsupported)
+
+
+def test_transposed_bf16_weights_are_unsupported():
+    def part(rows, columns):
+        return QuantizedTensor(torch.randn(2, columns, rows, dtype=torch.bfloat16).mT, format=Format.BF16)
+
+    with pytest.raises(Unsupported, match=r"routed gate_up: a row's values lie 256 apart; give .* \.contiguous\(\)"):
+        pack(ExpertWeights(part(256, 128), part(128, 128)), None, activations="bf16")
+
+
+def test_more_routes_a_token_than_a_block_counts_are_refused():
+    spec = LayerSpec("l", 256, 129, ExpertSpec(256, 64, Format.MXFP4))
+    assert HopperBackend().supports(spec, "fp8") == ("129 routes a token; at most 128",)
+
+
 def test_span_is_refused_with_the_count_before_anything_is_written_over():
     routed = weights(2, 256, 128, mxfp4.quantize)
     scales = routed.down.scales.view(torch.uint8)
@@ -190,14 +212,14 @@ def test_launches_hold_only_what_there_is_to_do(shared):
     layer = pack(weights(2, 256, 128, mxfp4.quantize), common)
     routed, both = ((1,), (1, 2)) if shared else ((1,), (1,))
 
-    def launches(top_k=2, rows=None, with_routed=True):
-        call = Call(
-            torch.zeros(3, 256), torch.zeros(3, top_k, dtype=torch.int64), torch.ones(3, top_k), shared_rows=rows
-        )
+    def launches(top_k=2, rows=None, with_routed=True, most=None):
+        x, ids = torch.zeros(3, 256), torch.zeros(3, top_k, dtype=torch.int64)
+        call = Call(x, ids, torch.ones(3, top_k), shared_rows=rows, most_rows=most)
         return layer._launches(call, routed=with_routed)
 
     assert launches() == both
     assert launches(rows=(2, 2)) == routed
+    assert launches(rows=(2, 2), most=3) == both  # on the other ranks there are some
     assert launches(rows=torch.tensor([2, 2])) == both
     assert launches(top_k=0) == both[1:]
     assert launches(with_routed=False) == both[1:]

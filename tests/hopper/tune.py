@@ -57,7 +57,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "A": Shape(256, 256, 4096, 2048),
     "B": Shape(32, 256, 4096, 2048),
-    "C": Shape(32, 256, 5120, 2304, common=Format.FP8_32x32),
+    "C": Shape(48, 384, 5120, 2304, common=Format.FP8_32x32),
     "D": Shape(48, 384, 7168, 3072),
     "V3": Shape(256, 256, 7168, 2048, Format.FP8_128x128, 8),
     "GLM": Shape(128, 128, 4096, 1408, Format.FP8_128x128, 8),

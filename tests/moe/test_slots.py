@@ -121,6 +121,16 @@ def test_uneven_ranks_are_given_as_one_count_each() -> None:
     assert ids.tolist() == [[0, 1, 2, 4, 5, 7, 8, 9]]
 
 
+def test_no_value_on_a_device_is_looked_at_where_the_ranks_are_known() -> None:
+    """A look would end a CUDA graph's capture; a meta tensor has nothing to look at."""
+    ids, weights = torch.zeros(3, 2, dtype=torch.int32, device="meta"), torch.ones(3, 2, device="meta")
+    for counts, ranks in ((2, 4), ((2, 2, 2, 2), None)):
+        found = append_shared_slot(
+            ids, weights, experts_per_rank=counts, rank=1, top_k=2, ranks=ranks, shared_weights=weights[:, 0]
+        )
+        assert [(rows.shape, rows.dtype) for rows in found] == [((3, 3), torch.int32), ((3, 3), torch.float32)]
+
+
 def test_a_list_that_carries_a_slot_already_is_refused_by_its_width() -> None:
     once = append_shared_slot(torch.tensor([[0, 1]]), torch.ones(1, 2), experts_per_rank=2, rank=0, top_k=2)
     with pytest.raises(ValueError, match=r"3 wide but the router chooses 2.*never comes from the router"):

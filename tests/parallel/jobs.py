@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -197,11 +200,12 @@ def too_many(group: Any, counts: Sequence[int]) -> None:
     forward(group, "native", 4, counts, max_tokens_per_rank=8)
 
 
-def one_rank_wrong(group: Any) -> None:
-    """Rank 1's route list carries one id too many."""
+def one_rank_wrong(group: Any, away: bool = False) -> None:
+    """Rank 1's route list carries one id too many; or its weights lie on another device."""
     moe = build(group, "native", 4, dtype=torch.float32)
     rank = dist.get_rank(group)
-    call(moe, deal(make_case(3, 4, top_k=TOP_K + rank), [3])[0])
+    tokens = deal(make_case(3, 4, top_k=TOP_K + (0 if away else rank)), [3])[0]
+    call(moe, replace(tokens, topk_weights=tokens.topk_weights.to("meta")) if away and rank else tokens)
 
 
 def one_rank_wrong_and_untold(group: Any, timeout: float) -> tuple[str, float]:
@@ -218,6 +222,30 @@ def one_rank_wrong_and_untold(group: Any, timeout: float) -> tuple[str, float]:
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
     return "no error", 0.0
+
+
+def no_memory(group: Any) -> str:
+    """Symmetric memory of which rank 1 gets none; the others would wait for it where they map each other's."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    from foldmoe.parallel import mailbox
+
+    def empty(shape: Any, **_: Any) -> torch.Tensor:
+        if dist.get_rank(group) == 1:
+            raise MemoryError
+        return torch.empty(shape, dtype=torch.uint8)
+
+    with ExitStack() as patches:
+        for where, name, value in (
+            (mailbox, "_obstacle", lambda _: None),
+            (mailbox, "_unreachable", lambda _: None),
+            (symmetric_memory, "empty", empty),
+            (symmetric_memory, "rendezvous", lambda *_: dist.barrier(group)),
+            (torch.cuda, "synchronize", lambda _: None),
+        ):
+            patches.enter_context(patch.object(where, name, value))
+        fallback = build(group, "native", 4, strategy="symmetric", dtype=torch.float32).fallback
+    return fallback or ""
 
 
 def dies(group: Any, timeout: float) -> str:

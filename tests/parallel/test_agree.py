@@ -24,6 +24,16 @@ def test_ranks_that_plan_alike_agree_whatever_their_place_and_reasons() -> None:
     agree([plan(rank=0), replace(plan(rank=1), reasons=("another line",))], simulate(2))
 
 
+@pytest.mark.parametrize(("experts", "ranks", "backend"), [(255, 2, "hopper"), (6, 8, "triton")])
+def test_ranks_agree_where_experts_do_not_divide_evenly(experts: int, ranks: int, backend: str) -> None:
+    pytest.importorskip("triton", reason="both backends need it")
+    shared = ExpertSpec(1, 2048, Format.FP8_128x128, e8m0_scales=True)
+    spec = LayerSpec("layers.0", 4096, 2, ExpertSpec(experts, 2048, Format.MXFP4), shared, activations="fp8")
+    plans = [plan_layer(spec, device="h200", placement=Placement(ranks, rank)) for rank in range(ranks)]
+    agree(plans, simulate(ranks))
+    assert {one.backend for one in plans} == {backend}
+
+
 def test_the_error_names_rank_layer_and_difference() -> None:
     with pytest.raises(PlanMismatchError) as found:
         agree([plan(), plan(), plan(fold="slot")], simulate(3))

@@ -254,6 +254,8 @@ def test_wrong_arguments_are_named(strategy: str) -> None:
         ((x[:, 1:], ids, weights), ValueError, r"x must be \[M, 160\], found \[3, 159\]"),
         ((x, ids, weights[:2]), ValueError, r"must both be \[3, 3\], found \[3, 3\] and \[2, 3\]"),
         ((x, ids + 4, weights), ValueError, r"ids must lie in -1 \.\. 3"),
+        ((x, ids, weights.to("meta")), ValueError, "must lie on cpu, found topk_weights on meta"),
+        ((x.to("meta"), ids.to("meta"), weights), ValueError, "lie on cpu, found x on meta, topk_ids on meta"),
     ):
         with pytest.raises(error, match=message):
             moe(*arguments)
@@ -261,3 +263,14 @@ def test_wrong_arguments_are_named(strategy: str) -> None:
         moe(x, ids, weights, shared_weights=torch.ones(2))
     with pytest.raises(ValueError, match="pass count_load=True"):
         moe.load()
+
+
+def test_warming_up_leaves_the_load_and_where_it_is_counted() -> None:
+    """A graph that was captured before goes on adding to the same tensor."""
+    moe = virtual(weights_of(4), simulate(2), dtype=torch.float32, count_load=True)
+    counted, parts = moe._load, deal(make_case(5, 4), [3, 2])
+    moe.forward_ranks(parts)
+    before = moe.load()
+    moe.warm(4, torch.int64, gated=False)
+    assert moe._load is counted
+    assert torch.equal(moe.load(), before)

@@ -138,9 +138,13 @@ def test_case_60_too_many_tokens_are_the_same_error_on_every_rank(workers: Worke
 
 
 def test_a_rank_with_bad_arguments_stops_all_and_the_group_lives_on(workers: Workers) -> None:
-    first, second = workers.run("one_rank_wrong", 2)
-    assert "ValueError: layers.3.ffn: the arguments of rank 1 do not fit" in str(first)
-    assert "must both be [3, 3], found [3, 4]" in str(second)
+    for away, problem in (
+        (False, "must both be [3, 3], found [3, 4]"),
+        (True, "all arguments must lie on cpu, found topk_weights on meta"),
+    ):
+        first, second = workers.run("one_rank_wrong", 2, away=away)
+        assert "ValueError: layers.3.ffn: the arguments of rank 1 do not fit" in str(first)
+        assert problem in str(second)
     assert "y" in workers.run("forward", 2, fold="native", experts=4, counts=[1, 1])[0]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from foldmoe.parallel import simulate
+from foldmoe.reference import reference_moe
 from tests.parallel.support import TOP_K, deal, make_case, virtual, weights_of
+from tests.support.cases import BF16_TOLERANCE, assert_close
 
 STRATEGIES: tuple[dict[str, Any], ...] = (
     {"strategy": "all_gather"},
@@ -83,6 +86,43 @@ def test_results_by_route_take_the_stated_bytes(monkeypatch: pytest.MonkeyPatch)
     assert max(made) == moe.buffer_bytes()["results by route"]
     by_rank = virtual(weights_of(4), simulate(2), strategy="all_to_all", max_tokens_per_rank=capacity)
     assert "results by route" not in by_rank.buffer_bytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result_dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("options", STRATEGIES)
+def test_tokens_arrive_as_they_are_whatever_results_are_rounded_to(
+    options: dict[str, Any], dtype: torch.dtype, result_dtype: torch.dtype
+) -> None:
+    capacity = 5
+    moe = virtual(weights_of(4), simulate(1), dtype=dtype, result_dtype=result_dtype, max_tokens_per_rank=5, **options)
+    case = make_case(capacity, 4, dtype=dtype)
+    case.x.mul_(1e3 if dtype == torch.float16 else 1e5)  # more than fp16 holds
+    tokens = deal(case, [capacity])[0]
+    call = moe.dispatch([moe.route(0, tokens, 1.0)], capacity)[0].call
+    assert torch.equal(call.x[:capacity].double(), case.x.double())
+    result = moe.run_local(moe.local_layers[0], call, capacity)
+    sizes = moe.buffer_bytes()
+    assert (call.x.nbytes, result.nbytes) == (sizes["local x"], sizes["local results"])
+    if result.dtype != result_dtype:
+        assert result.to(result_dtype).nbytes == sizes["local results, rounded"]
+
+
+@pytest.mark.parametrize("options", STRATEGIES[:2])
+def test_tokens_beyond_fp16_give_results_within_it(options: dict[str, Any]) -> None:
+    moe = virtual(weights_of(4), simulate(2), dtype=torch.bfloat16, result_dtype=torch.float16, **options)
+    case = make_case(5, 4, dtype=torch.bfloat16)
+    case = replace(case, x=case.x * 1e5, topk_weights=case.topk_weights / 1e6, shared_weights=torch.full((5,), 1e-6))
+    truth = reference_moe(*case.args, *weights_of(4), shared_weights=case.shared_weights)
+    assert_close(torch.cat(moe.forward_ranks(deal(case, [4, 1]))), truth, BF16_TOLERANCE)
 
 
 def watch(group: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], list[list[int]]]:

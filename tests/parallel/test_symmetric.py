@@ -42,6 +42,10 @@ def test_processes_over_gloo_fall_back_alike(workers: Workers) -> None:
         assert np.array_equal(found["y"], expected["y"])
 
 
+def test_a_rank_without_memory_keeps_all_from_waiting_for_it(workers: Workers) -> None:
+    assert workers.run("no_memory", 2, patience=30) == ["rank 1: torch's symmetric memory: MemoryError"] * 2
+
+
 def test_its_buffers() -> None:
     scheme = Scheme((4, 4), 256, 3, False, True, "fp8", torch.bfloat16, torch.bfloat16, "symmetric", "rank", 8)
     found = scheme.buffers()

@@ -1,6 +1,6 @@
 """Calls of libraries that are not installed here: recorded over stand-ins, and bound to the signatures in their source.
 
-Source is that of an installed package, or lies under ``FOLDMOE_PEER_SOURCES`` (folders joined by ``:``): unpacked
+Source is that of an installed package, or lies under ``PEER_SOURCES`` (folders joined by ``:``): unpacked
 wheels of the releases that the peers name, whose Python alone is read.
 """
 
@@ -58,7 +58,7 @@ class Recorder:
 def source(module: str) -> Path | None:
     """The file of a module, looked for without importing anything."""
     relative = Path(*module.split("."))
-    folders = [Path(folder) for folder in os.environ.get("FOLDMOE_PEER_SOURCES", "").split(":") if folder]
+    folders = [Path(folder) for folder in os.environ.get("PEER_SOURCES", "").split(":") if folder]
     package = PathFinder.find_spec(module.split(".")[0])  # stand-ins in sys.modules are not looked at
     folders += [Path(folder).parent for folder in (package.submodule_search_locations or [])] if package else []
     for folder in folders:

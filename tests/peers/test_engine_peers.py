@@ -86,14 +86,14 @@ DEFINED_IN: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("name", sorted(STAND_INS))
 def test_calls_fit_the_signatures_in_the_libraries_source(name: str, recorder: signatures.Recorder) -> None:
     reason = base.installed(PEERS[name].package)
-    if reason and "FOLDMOE_PEER_SOURCES" not in os.environ:
-        pytest.skip(f"{reason}; or FOLDMOE_PEER_SOURCES=folder of its unpacked wheel")
+    if reason and "PEER_SOURCES" not in os.environ:
+        pytest.skip(f"{reason}; or PEER_SOURCES=folder of its unpacked wheel")
     _run(name, recorder)
     assert recorder.calls
     for (module, function), calls in recorder.calls.items():
         paths = [signatures.source(place) for place in DEFINED_IN[module] or (module,)]
         if None in paths:
-            pytest.skip(f"no source of {module} in FOLDMOE_PEER_SOURCES={os.environ['FOLDMOE_PEER_SOURCES']}")
+            pytest.skip(f"no source of {module} in PEER_SOURCES={os.environ['PEER_SOURCES']}")
         found = [one for path in paths if path and (one := signatures.signature(path, function))]
         assert found, f"none of {paths} defines {function}"
         for args, kwargs in calls:

@@ -12,6 +12,7 @@ import foldmoe.backends  # noqa: F401  registers the torch backend
 from foldmoe import Activation, Format, FusionPolicy, Placement, plan_layer
 from foldmoe.moe import ExpertSpec, LayerSpec
 from foldmoe.planner import capability
+from foldmoe.planner.decide import without_backend
 from foldmoe.planner.devices import KNOWN
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def test_native_is_taken_where_a_backend_runs_the_layer_as_stored(fake: Fake) ->
     assert (plan.strategy, plan.arm, plan.backend, plan.activations) == ("native", "folded", "fake", "fp8")
     assert plan.reasons == (
         "fake: folds at 0 to 16, 512 or more tokens; otherwise two streams over the same weights, which measured "
-        "faster (native by name folds always)",
+        "faster on an H200 (native by name folds always)",
     )
     assert fake.asked == SPEC.local(Placement(2, 0, 2, 0))
     assert (plan.bytes_before, plan.extra_bytes) == (fake.asked.nbytes, 1000)
@@ -198,6 +199,52 @@ def test_every_rank_makes_the_same_decision() -> None:
     assert plan.digest == replace(plan, reasons=("words",), bytes_before=1).digest
     for field, value in (("strategy", "slot"), ("backend", "x"), ("activations", "bf16"), ("padded_width", 256)):
         assert replace(plan, **{field: value}).digest != plan.digest
+
+
+class ByExperts(Fake):
+    """Folds always with few experts on a rank, and cannot do with none."""
+
+    def supports(self, spec: LayerSpec, activations: ActivationPrecision) -> tuple[str, ...]:
+        return () if spec.routed.count else ("nobody is here",)
+
+    def fold_rows(self, spec: LayerSpec, device: Device) -> tuple[tuple[int, int | None], ...]:
+        return self.rows if spec.routed.count >= 2 else ((0, None),)
+
+
+@pytest.mark.parametrize("fold", ["auto", "slot"])
+@pytest.mark.parametrize(("ranks", "backend"), [(4, "fake"), (5, "fake"), (8, "torch")])
+def test_ranks_with_unequal_parts_decide_alike(
+    ranks: int, backend: str, fold: Fold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 experts: 2 and 1 a rank, or 1 and none."""
+    monkeypatch.setattr(capability, "_REGISTRY", {"fake": ByExperts(), "torch": capability.find("torch")})
+    spec = replace(SPEC, shared=replace(MXFP4, count=1))
+    plans = [plan_layer(spec, FusionPolicy(fold), "cpu", Placement(ranks, rank)) for rank in range(ranks)]
+    assert len({plan.digest for plan in plans}) == 1
+    assert {plan.backend for plan in plans} == {backend if fold == "auto" else "fake"}
+    if fold == "auto":
+        assert plans[-1].fold_rows == (ByExperts.rows if ranks < 6 else ((0, None),))
+    assert [plan.bytes_before for plan in plans] == [spec.local(plan.placement).nbytes for plan in plans]
+    assert len({plan.bytes_before for plan in plans}) == 2
+
+
+def test_a_refusal_at_packing_keeps_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Fake()
+    other.name, other.rows = "other", ((0, 32),)  # type: ignore[misc]
+    monkeypatch.setattr(capability, "_REGISTRY", {"fake": Fake(), "other": other})
+    plan = without_backend(plan_layer(SPEC, FusionPolicy("native"), "cpu"), "a wide span", "cpu")
+    assert (plan.backend, plan.fold_rows, plan.reasons) == ("other", ((0, None),), ("fake: a wide span",))
+    plan = without_backend(plan_layer(SPEC, device="cpu"), "a wide span", "cpu")
+    assert (plan.backend, plan.fold_rows) == ("other", ((0, 32),))
+    assert plan.reasons[0] == "fake: a wide span"
+    assert [reason.partition(" tokens;")[0] for reason in plan.reasons[1:]] == ["other: folds at 0 to 31"]
+
+
+def test_a_backend_that_was_named_and_refuses_at_packing_is_an_error(fake: Fake) -> None:
+    plan = plan_layer(SPEC, FusionPolicy("native", backend="fake"), "cpu")
+    message = "no backend runs this layer: fake: a wide span; fake was asked for by name, so that no other is tried"
+    with pytest.raises(ValueError, match=f"^layers.0.ffn: {message}$"):
+        without_backend(plan, "a wide span", "cpu")
 
 
 @pytest.mark.parametrize("choice", [{"fold": "sideways"}, {"activations": "int3"}])

@@ -17,7 +17,7 @@ from foldmoe.cli.main import app
 from foldmoe.report.page.layer import layer_section
 from foldmoe.report.page.plan import PlanFile, plan_section
 from foldmoe.report.page.sources import sections
-from tests.support.results import layer_result, serve_result
+from tests.support.results import eval_result, layer_result, serve_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,10 +133,58 @@ def test_what_cannot_be_shown_is_refused_by_name(
     assert not out.exists()
 
 
-def test_an_unknown_kind_is_refused_in_a_folder_too(tmp_path: Path) -> None:
+def test_an_unknown_kind_in_a_folder_is_passed_over_with_the_reason(tmp_path: Path) -> None:
     layer_result().save(tmp_path / "a.json")
     (tmp_path / "b.json").write_text('{"kind": "bench-bananas"}')
-    with pytest.raises(ValueError, match=r"b\.json holds 'bench-bananas'"):
+    found, passed_over = sections([tmp_path])
+    assert len(found) == 1
+    assert list(passed_over) == [tmp_path / "b.json"]
+    assert "b.json holds 'bench-bananas', which this foldmoe cannot show" in passed_over[tmp_path / "b.json"]
+
+
+def test_a_page_finds_its_folder_made(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2", reason="foldmoe report needs jinja2: pip install 'foldmoe[report]'")
+    out = tmp_path / "new" / "sub" / "r.html"
+    status, output = _report(results, out=out)
+    assert status == 0, output
+    assert out.exists()
+
+
+@pytest.mark.parametrize("kind", ["layer", "serve", "eval"])
+def test_a_nan_stands_in_the_tables_and_not_on_the_charts(tmp_path: Path, kind: str) -> None:
+    nan = float("nan")
+    if kind == "layer":
+        layer = layer_result()
+        layer.rows[0] = replace(layer.rows[0], seconds=nan)
+        layer.save(tmp_path / "r.json")
+    elif kind == "serve":
+        served = serve_result()
+        served.runs[:] = [
+            replace(run, metrics=run.metrics | {"mean_tpot_ms": nan}) if run.arm == "slot" else run
+            for run in served.runs
+        ]
+        served.save(tmp_path / "r.json")
+    else:
+        asked = eval_result(items=4)
+        arm = asked.arms[0]
+        samples = tuple(replace(sample, scores={"exact": nan}) for sample in arm.tasks["needle"].samples)
+        arm.tasks["needle"] = replace(arm.tasks["needle"], samples=samples)
+        asked.save(tmp_path / "r.json")
+    (section,), _ = sections([tmp_path / "r.json"])
+    charts = [chart for block in section.blocks if block.kind == "charts" for chart in block.charts]
+    assert charts
+    for chart in charts:
+        assert "nan" not in f"{chart.drawn()} {chart.x_ticks()} {chart.text}"
+    cells = " ".join(cell for block in section.blocks if block.kind == "table" for row in block.rows for cell in row)
+    assert "nan" in cells
+    assert not any("nan" in line for line in section.lead)
+
+
+def test_what_is_wrong_with_a_result_names_its_file(tmp_path: Path) -> None:
+    result = layer_result()
+    result.rows[0] = replace(result.rows[0], floor=0.0)
+    result.save(tmp_path / "r.json")
+    with pytest.raises(ValueError, match=r"r\.json: float division by zero"):
         sections([tmp_path])
 
 
@@ -234,7 +282,7 @@ def test_a_served_arm_without_a_valid_run_stays_in_the_tables(tmp_path: Path) ->
 def test_a_file_that_was_named_twice_is_shown_once(tmp_path: Path) -> None:
     result_file.save(tmp_path / "l.json", "bench-layer", layer_result())
     found, passed_over = sections([tmp_path / "l.json", tmp_path / "l.json"])
-    assert (len(found), passed_over) == (1, [])
+    assert (len(found), passed_over) == (1, {})
 
 
 def test_runs_of_one_layer_are_told_apart(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from foldmoe import Activation, ExpertWeights, Format, FusionPolicy, LayerPlan, 
 from foldmoe.backends import PackedLayer, get
 from foldmoe.formats import fp8, mxfp4
 from foldmoe.moe import ExpertSpec, LayerSpec
+
+if TYPE_CHECKING:
+    import pytest
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 256, 192, 2
 
@@ -50,3 +54,25 @@ def packed(plan: LayerPlan) -> PackedLayer:
         shared_activation=plan.spec.shared_activation,
         activations=plan.activations,
     )
+
+
+class Current:
+    """``torch.cuda``'s current device, on a machine without a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.index = 0
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.index)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: _Guard(self, device.index))
+
+
+class _Guard:
+    """``torch.cuda.device``."""
+
+    def __init__(self, current: Current, index: int) -> None:
+        self.current, self.index = current, index
+
+    def __enter__(self) -> None:
+        self.current.index, self.index = self.index, self.current.index
+
+    def __exit__(self, *_: object) -> None:
+        self.current.index = self.index

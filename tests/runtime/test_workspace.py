@@ -9,6 +9,7 @@ import torch
 
 from foldmoe.runtime import workspace
 from foldmoe.runtime.workspace import Carve
+from tests.runtime import support
 
 CPU = torch.device("cpu")
 
@@ -63,6 +64,7 @@ class Gpu:
         monkeypatch.setattr(torch, "empty", lambda *shape, device, **options: empty(*shape, **options))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=self.stream))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        self.current = support.Current(monkeypatch)
         monkeypatch.setattr(workspace, "_held", {})
 
     def take(self, stream: int, rows: int = 4) -> torch.Tensor:
@@ -107,7 +109,7 @@ def test_one_stream_handle_on_two_devices_is_two_streams(gpu: Gpu) -> None:
     other = carve(4).take(torch.device("cuda", 1))["x"]
     assert first.data_ptr() != other.data_ptr()
     workspace.release(gpu.device)
-    assert [device.index for device, _ in workspace._held] == [1]
+    assert [device.index for device, *_ in workspace._held] == [1]
 
 
 def test_a_graph_takes_memory_of_its_own(gpu: Gpu) -> None:
@@ -117,3 +119,26 @@ def test_a_graph_takes_memory_of_its_own(gpu: Gpu) -> None:
     assert len({t.data_ptr() for t in (eager, captured, again)}) == 3
     gpu.capturing = False
     assert gpu.take(1).data_ptr() == eager.data_ptr()
+
+
+def test_the_stream_that_is_captured_is_looked_for_on_the_tensors_gpu(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.current.index == 1)
+    gpu.take(1)
+    assert len(workspace._held) == 1
+    carve(4).take(torch.device("cuda", 1))  # of a graph there: it is not kept
+    assert len(workspace._held) == 1
+    assert gpu.current.index == 0
+
+
+def test_on_rocm_a_small_call_never_gets_a_long_buffer(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's AMD backend has kernels of their own for long ones; a CUDA GPU holds one buffer for both."""
+    monkeypatch.setattr(workspace, "SHORT", 1 << 16)
+    for hip, buffers in ((None, 1), ("7.0", 2)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        workspace.release()
+        sizes = [gpu.take(1, rows).untyped_storage().nbytes() > workspace.SHORT for rows in (4, 40_000, 4, 40_000)]
+        assert sizes == ([False, True, False, True] if hip else [False, True, True, True])
+        assert len(workspace._held) == buffers
+        assert workspace.held_bytes(gpu.device) >= carve(40_000).nbytes

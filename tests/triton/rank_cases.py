@@ -8,10 +8,11 @@ import torch
 from foldmoe.backends import Call
 
 FIRST, HELD, COUNT = 12, 7, 32
+OWN = range(FIRST, FIRST + HELD)
 
 
 def calls(device: str) -> Iterator[tuple[Call, bool]]:
-    """Both kinds of ids, odd widths, ids out of range, gates, rows as numbers and on the device; with a slot or not."""
+    """Both kinds of ids, odd widths, ids out of range, gates, rows and padding as numbers and on the device, slots."""
     dice = torch.Generator().manual_seed(0)
     for top_k, dtype, slot, gated, rows in product(
         (0, 1, 3, 8, 17, 32),
@@ -27,6 +28,7 @@ def calls(device: str) -> Iterator[tuple[Call, bool]]:
         some = {"all": None, "some": (5, 17), "none": (0, 0)}.get(
             rows, torch.tensor([3, 30], dtype=torch.int32).to(device)
         )
+        valid = {"some": 30, "device": torch.tensor([17], dtype=torch.int32).to(device)}.get(rows)
         yield (
             Call(
                 torch.zeros(tokens, 8).to(device),
@@ -34,7 +36,8 @@ def calls(device: str) -> Iterator[tuple[Call, bool]]:
                 weights.to(device)[:, 2 : top_k + 2],
                 gate,
                 1.5,
-                shared_rows=some,
+                valid,
+                some,
             ),
             slot,
         )

@@ -7,13 +7,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from foldmoe.backends.triton import rank_routes
 from tests.triton import aot
 from tests.triton.aot_layers import BF16_LAYER, DECODE, MAIN_LAYER, PREFILL, call_of, layer_of
-from tests.triton.rank_cases import FIRST, HELD, calls
+from tests.triton.rank_cases import COUNT, OWN, calls
 from tests.triton.support import BF16, FP8, FP8_32, MXFP4, MXFP8
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def test_routes_of_one_rank(target: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(rank_routes, "launch", record)
     for call, slot in calls("cpu"):
-        rank_routes.rank_routes(call, FIRST, HELD, slot)
+        rank_routes.rank_routes(call, OWN, COUNT, slot, torch.zeros(1, dtype=torch.int64))
     kinds = {one.key: one for one in found}
     assert len(kinds) > 20
     for one in list(kinds.values())[:: max(1, len(kinds) // 6)]:

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from foldmoe.backends.base import Call, PackedLayer
+from foldmoe.backends.base import Call, own_routes, strays
 from foldmoe.backends.triton.rank_routes import rank_routes
 from foldmoe.formats import Format, QuantizedTensor
 from foldmoe.moe import ExpertWeights
@@ -34,7 +34,7 @@ from tests.triton.gpu_layers import (
     pairwise,
     warm,
 )
-from tests.triton.rank_cases import FIRST, HELD, calls, same
+from tests.triton.rank_cases import COUNT, OWN, calls, same
 from tests.triton.support import TOLERANCE, call_of, expected, pack, weights
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def test_one_scale_a_token(pair: str) -> None:
 
 def test_routes_of_one_rank() -> None:
     for (call, slot), (same_call, _) in zip(calls("cuda"), calls("cpu"), strict=True):
-        same(rank_routes(call, FIRST, HELD, slot), PackedLayer._rank_routes(None, same_call, FIRST, HELD, slot))
+        found = torch.zeros(1, dtype=torch.int64, device="cuda")
+        same(rank_routes(call, OWN, COUNT, slot, found), own_routes(same_call, OWN, slot))
+        assert int(found) == int(strays(same_call, COUNT))
 
 
 def part(case: Case, rows: torch.Tensor) -> Case:
@@ -114,12 +116,21 @@ def test_case_67_two_streams_at_once() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_dual_streams_agree_with_folded() -> None:
+def test_dual_streams_give_the_bits_of_folded() -> None:
     layer = gpu_layer("mxfp4-fp8_e8m0", "fp8", (2048, 2048))
     case = random_case(64, TOP_K, EXPERTS, HIDDEN).to("cuda")
-    y = layer.forward_dual(call_of(case), torch.cuda.Stream())
+    side, folded = torch.cuda.Stream(), layer.forward(call_of(case), folded=True)
+    y = layer.forward_dual(call_of(case), side)
     torch.cuda.synchronize()
-    assert_close(y, layer.forward(call_of(case), folded=True).double(), 6e-3)
+    assert torch.equal(y, folded)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer.forward_dual(call_of(case), side)
+    for _ in range(10):
+        poison()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, folded)
 
 
 @pytest.mark.parametrize("tokens", [8, 65])

@@ -53,6 +53,13 @@ def test_flags_that_turn_nothing_on_are_no_obstacle() -> None:
     assert _advise("m --ubatch-size 0 -pcp 1 --cpu-offload-gb 0 --dtype bfloat16")["command"].ok
 
 
+@pytest.mark.parametrize("words", ["", "--tensor-parallel-size 2 some/Model"])
+def test_a_command_that_names_no_model_says_so(words: str) -> None:
+    line = _advise(words)["checkpoint"]
+    assert (line.found, line.ok) == ("no model was named", False)
+    assert "right behind 'vllm serve'" in line.what_to_do
+
+
 def test_other_commands_are_refused() -> None:
     with pytest.raises(ValueError, match=r"starts with 'vllm serve', found 'python -m'"):
         advice.command(["python", "-m", "x"], FusionPolicy())

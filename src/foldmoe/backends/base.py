@@ -70,6 +70,9 @@ class PackedLayer(ABC):
     """Share of a call's routes that this rank's experts expect: a hint to choose tiles by, set by the front door under
     expert parallelism, where most ids are -1. It changes no bits."""
 
+    _strays: Tensor | None = None
+    """``[1]`` int64 on the layer's device: ids out of range so far."""
+
     @abstractmethod
     def forward(self, call: Call, *, folded: bool) -> Tensor:
         """Run the layer.
@@ -87,6 +90,12 @@ class PackedLayer(ABC):
     def forward_shared(self, call: Call) -> Tensor:
         """The shared part alone, ``[M, H]`` float32 (rows that do not get it are zero); for a second stream."""
 
+    def forward_routed(self, call: Call) -> Tensor:
+        """The routed part alone, ``[M, H]`` float32. Unless overridden that is :meth:`forward` of a float32 x, which no
+        output dtype rounds.
+        """
+        return self.forward(replace(call, x=call.x.to(torch.float32), shared_rows=(0, 0)), folded=False)
+
     def forward_dual(self, call: Call, stream: torch.cuda.Stream | None) -> Tensor:
         """Routed experts on the current stream, the shared expert on ``stream``, then an add: what engines do unfolded.
 
@@ -99,15 +108,14 @@ class PackedLayer(ABC):
         """
         if stream is None:
             shared = self.forward_shared(call)
-            routed = self.forward(replace(call, shared_rows=(0, 0)), folded=False)
-            return (routed.to(torch.float32) + shared).to(call.x.dtype)
+            return (self.forward_routed(call) + shared).to(call.x.dtype)
         main = torch.cuda.current_stream(call.x.device)
         with beside(main, stream):
             with torch.cuda.stream(stream):
                 shared = self.forward_shared(call)
-            routed = self.forward(replace(call, shared_rows=(0, 0)), folded=False)
+            routed = self.forward_routed(call)
         shared.record_stream(main)
-        return (routed.to(torch.float32) + shared).to(call.x.dtype)
+        return (routed + shared).to(call.x.dtype)
 
     def rank_routes(self, call: Call, experts: range, count: int, *, slot: bool) -> Call:
         """A call over all ranks' experts as that of one rank.
@@ -119,31 +127,21 @@ class PackedLayer(ABC):
                 ``routed_scale``.
 
         Returns:
-            The same call with ids ``[M, K + slot]`` among this layer's, -1 for all others.
+            The same call with ids ``[M, K + slot]`` among this layer's, -1 for all others. Outside of padding, those
+            outside -1 .. count - 1 are counted for :meth:`stats`.
         """
         if len(experts) == count and not slot:
             return call
-        return self._rank_routes(call, experts.start, len(experts), slot)
+        return self._rank_routes(call, experts, count, slot)
 
-    def _rank_routes(self, call: Call, first: int, held: int, slot: bool) -> Call:
-        ids = local_ids(call.topk_ids, (first, held), 1)
-        if not slot:
-            return replace(call, topk_ids=ids)
-        tokens, device = ids.shape[0], ids.device
-        row = torch.arange(tokens, device=device)
-        gets = torch.ones(tokens, dtype=torch.bool, device=device)
-        if call.shared_rows is not None:
-            gets = (row >= call.shared_rows[0]) & (row < call.shared_rows[1])
-        shared = torch.where(gets, held, -1).to(ids.dtype)
-        ones = call.topk_weights.new_ones(tokens) if call.shared_weights is None else call.shared_weights
-        return replace(
-            call,
-            topk_ids=torch.cat((ids, shared[:, None]), dim=1),
-            topk_weights=torch.cat((call.topk_weights * call.routed_scale, ones[:, None]), dim=1),
-            shared_weights=None,
-            routed_scale=1.0,
-            shared_rows=None,
-        )
+    def _rank_routes(self, call: Call, experts: range, count: int, slot: bool) -> Call:
+        self._note_strays(strays(call, count))
+        return own_routes(call, experts, slot)
+
+    def _note_strays(self, found: Tensor) -> None:
+        if self._strays is None:
+            self._strays = torch.zeros(1, dtype=torch.int64, device=found.device)
+        self._strays += found
 
     @abstractmethod
     def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
@@ -161,7 +159,38 @@ class PackedLayer(ABC):
 
     def stats(self) -> dict[str, object]:
         """Counters and facts for people: ids that were out of range, the config last chosen, tuned-table hits."""
-        return {}
+        return {} if self._strays is None else {"ids_out_of_range": int(self._strays.item())}
+
+
+def strays(call: Call, count: int) -> Tensor:
+    """How many ids, outside of padding, are neither -1 nor one of ``count`` experts: int64, on the device."""
+    wrong = (call.topk_ids < -1) | (call.topk_ids >= count)
+    if call.num_valid_tokens is not None:
+        wrong &= torch.arange(len(wrong), device=wrong.device)[:, None] < call.num_valid_tokens
+    return wrong.sum()
+
+
+def own_routes(call: Call, experts: range, slot: bool) -> Call:
+    """:meth:`PackedLayer.rank_routes` as a torch expression, without its counter."""
+    held = len(experts)
+    ids = local_ids(call.topk_ids, (experts.start, held), 1)
+    if not slot:
+        return replace(call, topk_ids=ids)
+    tokens, device = ids.shape[0], ids.device
+    row = torch.arange(tokens, device=device)
+    gets = torch.ones(tokens, dtype=torch.bool, device=device)
+    if call.shared_rows is not None:
+        gets = (row >= call.shared_rows[0]) & (row < call.shared_rows[1])
+    shared = torch.where(gets, held, -1).to(ids.dtype)
+    ones = call.topk_weights.new_ones(tokens) if call.shared_weights is None else call.shared_weights
+    return replace(
+        call,
+        topk_ids=torch.cat((ids, shared[:, None]), dim=1),
+        topk_weights=torch.cat((call.topk_weights * call.routed_scale, ones[:, None]), dim=1),
+        shared_weights=None,
+        routed_scale=1.0,
+        shared_rows=None,
+    )
 
 
 def run_planned(layer: PackedLayer, plan: LayerPlan, call: Call, rows: int) -> Tensor:
@@ -207,7 +236,10 @@ class Backend(ABC):
         return ""
 
     def fold_rows(self, spec: LayerSpec, device: Device) -> tuple[Rows, ...]:
-        """Ranges of token counts where folding measured faster than two streams; everywhere unless overridden."""
+        """Ranges of token counts where folding measured faster than two streams; everywhere unless overridden.
+
+        ``spec`` is the part of the rank with the most experts, so that all ranks fold alike.
+        """
         return ((0, None),)
 
     @abstractmethod

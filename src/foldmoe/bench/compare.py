@@ -49,6 +49,11 @@ class Comparison:
     differences: tuple[str, ...]
 
     @property
+    def compared(self) -> int:
+        """Rows that both results hold."""
+        return sum(change.ratio is not None for change in self.changes)
+
+    @property
     def regressions(self) -> tuple[Change, ...]:
         return tuple(change for change in self.changes if change.verdict == "slower")
 
@@ -59,16 +64,29 @@ def compare(before: LayerResult, after: LayerResult) -> Comparison:
     A row is slower or faster where its median moved by more than both rows' noise (the arm against itself) together.
 
     Raises:
-        ValueError: results of different layers.
+        ValueError: results of different layers, or without a row in common.
     """
     if before.spec != after.spec:
         raise ValueError(f"two layers cannot be compared: before, {before.spec}; after, {after.spec}")
     rounds = min(before.request.rounds, after.request.rounds)
     old = {(row.arm, row.tokens): row for row in before.rows}
     new = {(row.arm, row.tokens): row for row in after.rows}
+    if not old.keys() & new.keys():
+        raise ValueError(
+            f"nothing to compare: no arm was timed at the same number of tokens in both; before, {_rows(before)}; "
+            f"after, {_rows(after)}"
+        )
     changes = [_change(old.get(key), row, rounds) for key, row in new.items()]
     changes += [_change(row, None, rounds) for key, row in old.items() if key not in new]
     return Comparison(tuple(changes), tuple(_differences(before, after)))
+
+
+def _rows(result: LayerResult) -> str:
+    """What was timed, in words."""
+    if not result.rows:
+        return "no row"
+    arms, tokens = (dict.fromkeys(getattr(row, name) for row in result.rows) for name in ("arm", "tokens"))
+    return f"{', '.join(arms)} at {', '.join(map(str, tokens))} tokens"
 
 
 def _change(before: Row | None, after: Row | None, rounds: int) -> Change:
@@ -78,7 +96,7 @@ def _change(before: Row | None, after: Row | None, rounds: int) -> Change:
     if rounds < FEWEST_ROUNDS:
         return Change(before, after, noise, "too few rounds")
     moved = after.seconds / before.seconds - 1
-    verdict: Verdict = "within noise" if abs(moved) <= noise else "slower" if moved > 0 else "faster"
+    verdict: Verdict = "within noise" if abs(moved) <= noise else "faster" if moved < 0 else "slower"
     return Change(before, after, noise, verdict)
 
 

@@ -12,7 +12,9 @@ from foldmoe.bench.peers import peer_arms
 from foldmoe.bench.result import LayerResult, Request, Row
 from foldmoe.layer import FoldedMoE
 from foldmoe.moe.spec import in_words
+from foldmoe.options import distinct, in_range
 from foldmoe.planner import FusionPolicy
+from foldmoe.planner.devices import torch_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,11 +38,15 @@ def run(request: Request, progress: Callable[[str], None] | None = None) -> Laye
     """Time the arms.
 
     Raises:
-        ValueError: an unknown shape or arm, or a layer that the asked backend does not run.
+        ValueError: an unknown shape or arm, an arm twice, no rows, rounds or inputs, a device that is not here, or a
+            layer that the asked backend does not run.
     """
     if request.shape not in shapes.SHAPES:
         raise ValueError(f"no shape {request.shape!r}; there are: {', '.join(shapes.SHAPES)}")
-    device = torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    in_range(1, tokens=request.tokens, rounds=request.rounds, inputs=request.inputs)
+    distinct("arms", request.arms)
+    distinct("peers", request.peers)
+    device = torch_device(request.device)
     shape = shapes.SHAPES[request.shape]
     generator = torch.Generator(device).manual_seed(0)
     assert shape.spec.shared is not None

@@ -63,6 +63,9 @@ SHAPES = {
 WHOLE = ("A", "V3", "GLM", "GLM-bf16")
 """Shapes with all experts of a model; the others are one rank's part."""
 
+CUT_IN_WIDTH = ("A-tp8",)
+"""One rank's part by tensor parallelism: of every expert, so that experts are not spread over ranks besides."""
+
 
 def random_weights(spec: ExpertSpec, hidden: int, generator: torch.Generator) -> ExpertWeights:
     """Random stored bytes, never zeros; numbers of about 1 / sqrt(fan-in)."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
-from foldmoe.checkpoint.shards import CheckpointError
+from foldmoe.checkpoint.shards import CheckpointError, ForeignFormatError
 from foldmoe.checkpoint.stored import StoredSet, read_set
 
 if TYPE_CHECKING:
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class _Lines:
+    """Problems as they are found."""
+
+    all: list[str] = field(default_factory=list)
+    foreign: set[str] = field(default_factory=set)
+
+    def strange(self, *lines: str) -> None:
+        self.all.extend(lines)
+        self.foreign.update(lines)
+
+
+@dataclass(frozen=True)
 class Audit:
     """What a layer's names and headers say.
 
@@ -24,12 +37,14 @@ class Audit:
         routed, shared: facts of the two sets; ``routed`` is None only if there are problems.
         count: routed experts.
         problems: everything that does not belong, one line each.
+        foreign: those of them that speak of a format that is not read here, and not of damage.
     """
 
     routed: StoredSet | None
     shared: StoredSet | None
     count: int
     problems: tuple[str, ...]
+    foreign: frozenset[str] = frozenset()
 
     def require(self, layer: str) -> StoredSet:
         """The routed facts.
@@ -52,21 +67,24 @@ def audit(
         experts: number of experts that config.json states; the router's rows are asked first.
         shared: whether config.json states a shared expert.
     """
-    problems = [f"unexpected: {name} {tensors[name]} fits no role of an expert" for name in sorted(block.strange)]
+    lines = _Lines([f"unexpected: {name} {tensors[name]} fits no role of an expert" for name in sorted(block.strange)])
+    problems = lines.all
     expected = _expected(block, tensors, experts)
     routed: StoredSet | None = None
     count = len(block.experts)
     if block.stacked and block.experts:
         problems.append(f"unexpected: {min(block.stacked.values())} stacks experts that are also stored one by one")
     if block.stacked and not block.experts:
-        routed = _set(block.stacked, tensors, problems, stacked=True)
+        routed = _set(block.stacked, tensors, lines, stacked=True)
         count = _stacked(block, tensors, expected, problems)
     elif block.experts:
         template = _experts(block, tensors, expected, problems)
-        routed = _set(block.experts[template], tensors, problems)
+        routed = _set(block.experts[template], tensors, lines)
+    elif expected and not block.strange:
+        problems.append(_missing(block, list(range(expected)), expected))
     else:
         problems.append(f"missing: no tensor under {block.name}.experts is an expert's projection; expected {expected}")
-    shared_set = _set(block.shared, tensors, problems) if block.shared else None
+    shared_set = _set(block.shared, tensors, lines) if block.shared else None
     if shared and not block.shared:
         problems.append(f"missing: config.json states a shared expert, {block.name} has no tensor of one")
     if routed and shared_set and routed.hidden != shared_set.hidden:
@@ -74,7 +92,25 @@ def audit(
             f"wrong shape: routed experts have hidden size {routed.hidden} ({routed.down.values}), the shared expert "
             f"{shared_set.hidden} ({shared_set.down.values})"
         )
-    return Audit(routed, shared_set, count, tuple(problems))
+    if routed:
+        problems += _router(block, tensors, count if expected is None else expected, routed.hidden)
+    return Audit(routed, shared_set, count, tuple(problems), frozenset(lines.foreign))
+
+
+def _router(block: Block, tensors: Mapping[str, TensorHeader], experts: int, hidden: int) -> list[str]:
+    """Router tensors that cannot choose among ``experts``; a vector may be stored with dimensions of one around it."""
+    problems = []
+    wanted = {
+        "weight": [experts, hidden], "bias": [experts], "image_bias": [experts], "shared_gate": [hidden]
+    }  # fmt: skip
+    for role, name in block.router.items():
+        header = tensors[name]
+        if role == "table":
+            if len(header.shape) != 2 or header.dtype not in ("I32", "I64"):
+                problems.append(f"wrong shape: {name} {header}, expected I64 [vocabulary, experts a token]")
+        elif list(header.shape) != wanted[role] and (len(wanted[role]) > 1 or prod(header.shape) != wanted[role][0]):
+            problems.append(f"wrong shape: {name} {header}, expected {wanted[role]}")
+    return problems
 
 
 def _expected(block: Block, tensors: Mapping[str, TensorHeader], stated: int | None) -> int | None:
@@ -85,18 +121,19 @@ def _expected(block: Block, tensors: Mapping[str, TensorHeader], stated: int | N
 
 
 def _set(
-    slots: Mapping[Slot, str], tensors: Mapping[str, TensorHeader], problems: list[str], *, stacked: bool = False
+    slots: Mapping[Slot, str], tensors: Mapping[str, TensorHeader], lines: _Lines, *, stacked: bool = False
 ) -> StoredSet | None:
     found: StoredSet | None = None
+    unknown = {slot: name for slot, name in slots.items() if not slot.known}
     try:
         found = read_set(slots, tensors, stacked=stacked)
     except CheckpointError as error:
-        problems.append(f"not readable: {error}")
-    problems += [
-        f"unexpected: {name} {tensors[name]} ({slot.kind[1:]!r}) is not known here"
-        for slot, name in slots.items()
-        if not slot.known
-    ]
+        # Where a suffix is not known, that is why a projection seems to lack its values or scales.
+        add = lines.strange if unknown or isinstance(error, ForeignFormatError) else lines.all.append
+        add(f"not readable: {error}")
+    lines.strange(
+        *(f"unexpected: {name} {tensors[name]} ({slot.kind[1:]!r}) is not known here" for slot, name in unknown.items())
+    )
     return found
 
 
@@ -140,10 +177,14 @@ def _experts(block: Block, tensors: Mapping[str, TensorHeader], expected: int | 
     absent = [e for e in range(wanted) if e not in block.experts]
     beyond = sorted(e for e in block.experts if e >= wanted)
     if absent:
-        problems.append(f"missing: experts {_ranges(absent)} of {wanted} under {block.name}.experts")
+        problems.append(_missing(block, absent, wanted))
     if beyond:
         problems.append(f"unexpected: experts {_ranges(beyond)} under {block.name}.experts, the router knows {wanted}")
     return template if template is not None else next(iter(block.experts))
+
+
+def _missing(block: Block, absent: list[int], wanted: int) -> str:
+    return f"missing: experts {_ranges(absent)} of {wanted} under {block.name}.experts"
 
 
 def _kind(header: TensorHeader) -> tuple[str, tuple[int, ...]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any
 
+from foldmoe.checkpoint.shards import CheckpointError
 from foldmoe.moe.activation import Activation
 
 if TYPE_CHECKING:
@@ -53,75 +55,116 @@ class ModelFacts:
     routed_scale: float = 1.0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ModelFacts:
-        """Read a config.json; a nested ``text_config`` wins over the keys around it."""
+    def of(cls, config: Mapping[str, Any], path: str = "config.json") -> ModelFacts:
+        """Read a config.json; a nested ``text_config`` wins over the keys around it.
+
+        Args:
+            path: of the file, for messages.
+
+        Raises:
+            CheckpointError: a value that is no number where one belongs, or out of its range; the message names file
+                and key.
+        """
         nested = config.get("text_config")
-        keys = {**config, **nested} if isinstance(nested, dict) else dict(config)
-        quantization = keys.get("quantization_config")
-        quantization = quantization if isinstance(quantization, dict) else {}
-        block = quantization.get("weight_block_size")
-        width = _count(keys, "moe_intermediate_size", "moe_inter_dim")
-        if width is None and _first(keys, "num_local_experts") is not None:
-            width = _count(keys, "intermediate_size")
+        keys = _Keys({**config, **nested} if isinstance(nested, dict) else config, path)
+        found = keys.content.get("quantization_config")
+        quantization = _Keys(found if isinstance(found, dict) else {}, path)
+        block = quantization.content.get("weight_block_size")
+        width = keys.count("moe_intermediate_size", "moe_inter_dim")
+        if width is None and keys.first("num_local_experts"):
+            width = keys.count("intermediate_size")
+        experts = keys.count("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+        routes = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
         return cls(
-            hidden=_count(keys, "hidden_size"),
-            layers=_count(keys, "num_hidden_layers"),
-            experts=_count(keys, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
-            top_k=_count(keys, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"),
+            hidden=keys.count("hidden_size"),
+            layers=keys.count("num_hidden_layers"),
+            experts=experts,
+            top_k=keys.count(*routes, least=1 if experts else 0) or None,
             width=width,
             shared_width=_shared_width(keys, width),
-            draft_experts=_count(keys, "dspark_n_routed_experts") or None,
-            draft_top_k=_count(keys, "dspark_num_experts_per_tok", "dspark_n_activated_experts") or None,
-            expert_dtype=_first(keys, "expert_dtype") or quantization.get("expert_dtype"),
-            quant_method=quantization.get("quant_method"),
+            draft_experts=keys.count("dspark_n_routed_experts") or None,
+            draft_top_k=keys.count("dspark_num_experts_per_tok", "dspark_n_activated_experts") or None,
+            expert_dtype=keys.text("expert_dtype") or quantization.text("expert_dtype"),
+            quant_method=quantization.text("quant_method"),
             weight_block=(block[0], block[1]) if isinstance(block, list) and len(block) == 2 else None,
-            dynamic=quantization.get("activation_scheme") == "dynamic",
+            dynamic=quantization.content.get("activation_scheme") == "dynamic",
             activation=_activation(keys),
             odd_activation=_odd_activation(keys),
-            scoring=_first(keys, "scoring_func", "moe_router_activation_func"),
-            renormalize=bool(keys.get("norm_topk_prob", True)),
-            groups=_count(keys, "n_group") or 1,
-            top_groups=_count(keys, "topk_group") or 1,
-            routed_scale=float(_first(keys, "routed_scaling_factor") or 1.0),
+            scoring=keys.text("scoring_func", "moe_router_activation_func"),
+            renormalize=bool(keys.content.get("norm_topk_prob", True)),
+            groups=keys.count("n_group") or 1,
+            top_groups=keys.count("topk_group") or 1,
+            routed_scale=keys.number("routed_scaling_factor", zero=False) or 1.0,
         )
 
 
-def _first(keys: Mapping[str, Any], *names: str) -> Any:
-    return next((keys[name] for name in names if keys.get(name) is not None), None)
+@dataclass(frozen=True)
+class _Keys:
+    """A JSON object of config.json, and how its values are read: null is as good as no key."""
+
+    content: Mapping[str, Any]
+    path: str
+
+    def first(self, *names: str) -> tuple[str, Any] | None:
+        """The first of ``names`` that has a value, and the value."""
+        return next(((name, self.content[name]) for name in names if self.content.get(name) is not None), None)
+
+    def count(self, *names: str, least: int = 0) -> int | None:
+        """A whole number of at least ``least``; None for a list, which holds one a layer (Hunyuan)."""
+        found = self.first(*names)
+        if found is None or isinstance(found[1], list):
+            return None
+        if type(found[1]) is not int or found[1] < least:
+            raise self._wrong(found, f"a whole number of at least {least}")
+        return found[1]
+
+    def number(self, name: str, *, zero: bool = True) -> float | None:
+        """A finite number that is not negative, nor zero unless it may be."""
+        found = self.first(name)
+        if found is None:
+            return None
+        if type(found[1]) not in (int, float) or not (0 < found[1] < inf or (zero and found[1] == 0)):
+            raise self._wrong(found, f"a finite number {'of at least' if zero else 'above'} 0")
+        return float(found[1])
+
+    def text(self, *names: str) -> str | None:
+        """A string."""
+        found = self.first(*names)
+        if found is not None and not isinstance(found[1], str):
+            raise self._wrong(found, "text")
+        return found[1] if found else None
+
+    def _wrong(self, found: tuple[str, Any], expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {found[0]} is {found[1]!r}, expected {expected}")
 
 
-def _count(keys: Mapping[str, Any], *names: str) -> int | None:
-    found = _first(keys, *names)
-    return found if type(found) is int else None
-
-
-def _shared_width(keys: Mapping[str, Any], width: int | None) -> int | None:
-    stated = _count(keys, "shared_expert_intermediate_size", "shared_intermediate_size")
-    count = _count(keys, "n_shared_experts", "num_shared_experts")
+def _shared_width(keys: _Keys, width: int | None) -> int | None:
+    stated = keys.count("shared_expert_intermediate_size", "shared_intermediate_size")
+    count = keys.count("n_shared_experts", "num_shared_experts")
     if stated is not None:
         return stated * (count or 1)
     return width * count if width is not None and count else None
 
 
-def _activation(keys: Mapping[str, Any]) -> Activation:
-    limit = _first(keys, "swiglu_limit") or None
+def _activation(keys: _Keys) -> Activation:
+    limit = keys.number("swiglu_limit") or None
     if _activation_name(keys) != _OAI:
         return Activation(limit)
-    return Activation(limit or 7.0, _first(keys, "swiglu_alpha") or 1.702, 1.0)
+    return Activation(limit or 7.0, keys.number("swiglu_alpha") or 1.702, 1.0)
 
 
-def _activation_name(keys: Mapping[str, Any]) -> Any:
-    return _first(keys, "hidden_act", "hidden_activation") or "silu"
+def _activation_name(keys: _Keys) -> Any:
+    return (keys.first("hidden_act", "hidden_activation") or ("", "silu"))[1]
 
 
-def _odd_activation(keys: Mapping[str, Any]) -> str | None:
+def _odd_activation(keys: _Keys) -> str | None:
     """An activation that is not known must never be run as if it were ``silu(gate) * up``."""
     name = _activation_name(keys)
     if name not in (*_SILU, _OAI):
         return f"config.json: the activation is {name!r}; only silu(gate) * up and swigluoai are known here"
     known = ("swiglu_limit", "swiglu_alpha") if name == _OAI else ("swiglu_limit",)
-    odd = [key for key in keys if key.startswith("swiglu_") and key not in known and keys[key]]
+    odd = [key for key, value in keys.content.items() if key.startswith("swiglu_") and key not in known and value]
     if odd:
-        listed = ", ".join(f"{key} {keys[key]}" for key in odd)
+        listed = ", ".join(f"{key} {keys.content[key]}" for key in odd)
         return f"config.json: the activation has parameters that are not known here ({listed})"
     return None

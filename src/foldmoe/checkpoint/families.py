@@ -47,6 +47,7 @@ ROUTER = {
 """Names under a block that choose experts and weigh them. ``image_bias`` serves image tokens (V4.1)."""
 
 _PLACE = re.compile(r"(?:^|\.)(layers|mtp|blocks|h)\.(\d+)(?=\.|$)")
+_DIGITS = re.compile(r"\d+")
 _LEAF = re.compile(r"(w13|w1|w2|w3|gate_up_proj|gate_proj|up_proj|down_proj)(?:[._](.+))?")
 _SHARED = rf"(?:{'|'.join(SHARED_NAMES)})\.(?P<leaf>.+)"
 _ROUTER = rf"(?P<router>{'|'.join(map(re.escape, ROUTER))})"
@@ -114,7 +115,10 @@ class Block:
 
 
 def collect(names: Iterable[str]) -> list[Block]:
-    """The MoE blocks among ``names``: main layers in order, then draft layers. Dense layers are left out."""
+    """The MoE blocks among ``names``: main layers in order, then draft layers. Dense layers are left out.
+
+    A block whose experts are gone but whose shared expert or router is there is kept: its layer is incomplete.
+    """
     blocks: dict[str, Block] = {}
 
     def block(name: str) -> Block:
@@ -133,7 +137,26 @@ def collect(names: Iterable[str]) -> list[Block]:
             else:
                 _add(found.shared, slot_of(match["leaf"]), name, found)
     moe = [b for b in blocks.values() if b.has_experts or (b.strange and b.router)]
+    moe += _without_experts(blocks.values(), moe)
     return sorted(moe, key=lambda b: (b.in_draft, b.index, b.name))
+
+
+def _without_experts(blocks: Iterable[Block], moe: list[Block]) -> list[Block]:
+    """Blocks that are MoE layers by their shared expert, or by a router under a name such as the others have.
+
+    A router alone says nothing: attention has gates too. Nor is anything missing where another block of the same layer
+    holds the experts.
+    """
+    layers = {_layer_of(b.name) for b in moe}
+    shapes = {_DIGITS.sub("#", b.name) for b in moe}
+    lonely = [b for b in blocks if not b.has_experts and _layer_of(b.name) not in layers]
+    return [b for b in lonely if b.shared or (b.router and _DIGITS.sub("#", b.name) in shapes)]
+
+
+def _layer_of(block: str) -> str:
+    """``model.layers.3`` of ``model.layers.3.mlp``."""
+    places = list(_PLACE.finditer(block))
+    return block[: places[-1].end()] if places else block
 
 
 def _place(name: str) -> tuple[int, bool]:

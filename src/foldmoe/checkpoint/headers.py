@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from foldmoe.checkpoint.shards import BITS, CheckpointError, TensorHeader, read_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -31,6 +31,8 @@ class Headers:
         tensors: every tensor of every shard.
         config: config.json, empty if there is none.
         notes: what a reader should know about index, shards and config.
+        absent: names that the index lists and no shard here holds.
+        incomplete: those of the notes that say that shards or tensors are missing.
     """
 
     source: str
@@ -38,6 +40,13 @@ class Headers:
     tensors: Mapping[str, TensorHeader]
     config: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    incomplete: tuple[str, ...] = ()
+
+    @property
+    def config_path(self) -> str:
+        """Of config.json, for messages."""
+        return f"{self.source if self.root is None else self.root}/config.json"
 
 
 def read_headers(path_or_repo: str | Path) -> Headers:
@@ -68,8 +77,11 @@ def _local(source: str, root: Path, shards: list[Path]) -> Headers:
     names = [shard.name for shard in shards]
     if source != str(root) and len(shards) == 1 and shards[0].name == Path(source).name:
         return Headers(source, root, tensors, config, notes)
-    notes = (*notes, *_missing_shards(names), *_index_notes(root, names, tensors))
-    return Headers(source, root, tensors, config, notes)
+    index, about_index = _index(root, names)
+    absent = tuple(name for name in index or () if name not in tensors)
+    incomplete = (*_missing_shards(names), *_index_note("lists {} tensors that no shard here holds", absent))
+    notes = (*notes, *incomplete, *about_index, *([] if index is None else _index_notes(index, tensors)))
+    return Headers(source, root, tensors, config, notes, absent, incomplete)
 
 
 def _add(tensors: dict[str, TensorHeader], name: str, header: TensorHeader) -> None:
@@ -106,27 +118,32 @@ def _missing_shards(names: list[str]) -> list[str]:
     ]
 
 
-def _index_notes(root: Path, shards: list[str], tensors: Mapping[str, TensorHeader]) -> list[str]:
-    """What an index file says against the shards. Its file names are compared, never opened."""
+def _index(root: Path, shards: list[str]) -> tuple[dict[str, str] | None, list[str]]:
+    """The index file's names and shards; None where it cannot be used, and a note then."""
     path = root / INDEX_NAME
     if not path.exists():
-        return [f"{INDEX_NAME} is missing; the {len(shards)} shards were read instead"] if len(shards) > 1 else []
+        note = f"{INDEX_NAME} is missing; the {len(shards)} shards were read instead"
+        return None, [note] if len(shards) > 1 else []
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        pairs = {str(name): str(shard) for name, shard in index.items()}
+        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(shard) for name, shard in listed.items()}, []
     except (ValueError, KeyError, TypeError, AttributeError):
-        return [f"{INDEX_NAME} cannot be read; the shards were read instead"]
-    notes = []
-    absent, unlisted = [n for n in pairs if n not in tensors], [n for n in tensors if n not in pairs]
-    elsewhere = [n for n, shard in pairs.items() if n in tensors and tensors[n].shard != shard]
-    for names, what in (
-        (absent, "lists {} tensors that no shard here holds"),
-        (unlisted, "does not list {} tensors that the shards hold"),
-        (elsewhere, "names another shard for {} tensors"),
-    ):
-        if names:
-            notes.append(f"{INDEX_NAME} {what.format(len(names))} (first: {names[0]}); the shards decide")
-    return notes
+        return None, [f"{INDEX_NAME} cannot be read; the shards were read instead"]
+
+
+def _index_notes(index: Mapping[str, str], tensors: Mapping[str, TensorHeader]) -> list[str]:
+    """What else an index says against the shards. Its file names are compared, never opened."""
+    unlisted = [name for name in tensors if name not in index]
+    elsewhere = [name for name, shard in index.items() if name in tensors and tensors[name].shard != shard]
+    return [
+        *_index_note("does not list {} tensors that the shards hold", unlisted),
+        *_index_note("names another shard for {} tensors", elsewhere),
+    ]
+
+
+def _index_note(what: str, names: Sequence[str]) -> list[str]:
+    about = f"{INDEX_NAME} {what.format(len(names))}"
+    return [f"{about} (first: {names[0]}); the shards decide"] if names else []
 
 
 def _hub(repository: str) -> Headers:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foldmoe.checkpoint.headers import INDEX_NAME, Headers, read_headers
+from foldmoe.checkpoint.other_files import copy_others
 from foldmoe.checkpoint.reader import TensorReader, stored_matrix
 from foldmoe.checkpoint.shard_writer import Outgoing, file_chunks, write_shard
 from foldmoe.checkpoint.shards import CheckpointError, ShardEntry, read_shard
@@ -58,11 +59,13 @@ class Requantized:
     Args:
         losses: one a layer that was changed.
         kept: layers left as they were, and why.
+        left: files and folders of the source that were not copied, relative to it.
     """
 
     out: Path
     losses: tuple[LayerLoss, ...]
     kept: tuple[str, ...]
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,21 @@ class _Change:
 
 
 def requantize(source: str | Path, out: str | Path, *, progress: Callable[[str], None] | None = None) -> Requantized:
-    """Write ``source`` to the folder ``out`` with every shared expert in MXFP4; all else byte for byte.
+    """Write ``source`` to the folder ``out``, shared experts in MXFP4 where the routed ones are; else byte for byte.
+
+    Layers whose routed experts have another format stay as they are. Other files come along, subfolders too, but for
+    weights in other formats and hidden files.
 
     Args:
         progress: called with the name of each finished shard.
 
     Raises:
-        CheckpointError: a source that is not local, a folder ``out`` that is not empty, too little space, or a shard
-            that could not be written; whatever is in ``out`` then lacks config.json.
+        CheckpointError: a source that is no local folder, that lacks shards or tensors or has damaged layers, all
+            listed; nothing to requantise; a folder ``out`` that is not empty, too little space, a weight that is not
+            finite, or a shard that could not be written; whatever is in ``out`` then lacks config.json.
     """
+    if Path(source).expanduser().is_file():
+        raise CheckpointError(f"{source} is a file; a copy is made of a whole checkpoint: give its folder")
     headers = read_headers(source)
     folder = Path(out)
     if headers.root is None:
@@ -96,6 +105,7 @@ def requantize(source: str | Path, out: str | Path, *, progress: Callable[[str],
             f"{out} exists and is not empty; give another folder (one without config.json is an interrupted run)"
         )
     layers = read_layers(headers)
+    _refuse_damage(headers, layers)
     changes = {c.values: c for layer in layers for c in _changes(layer)}
     if not changes:
         raise CheckpointError(f"{source}: no shared expert that could be requantised; {'; '.join(_kept(layers))}")
@@ -107,17 +117,28 @@ def requantize(source: str | Path, out: str | Path, *, progress: Callable[[str],
         quantized = _Quantizer(reader, changes)
         weight_map = _write_shards(headers, headers.root, folder, quantized, progress or (lambda _: None))
         losses = tuple(quantized.loss(layer) for layer in layers if list(_changes(layer)))
-    _copy_others(headers.root, folder)
+    left = copy_others(headers.root, folder)
     _write_json(folder / INDEX_NAME, {"metadata": {}, "weight_map": weight_map})
     before = sorted({loss.before.value for loss in losses})
     note = {"shared_experts": "mxfp4", "requantized_from": before}
     _write_json(folder / "config.json", {**headers.config, "foldmoe": note})
-    return Requantized(folder, losses, _kept(layers))
+    return Requantized(folder, losses, _kept(layers), left)
+
+
+def _refuse_damage(headers: Headers, layers: tuple[MoELayer, ...]) -> None:
+    """A copy that lists only what is there would look whole."""
+    damage = [*headers.incomplete]
+    for layer in layers:
+        if isinstance(layer.spec, OpaqueLayer):
+            damage += (f"{layer.name}: {reason}" for reason in layer.spec.damage)
+    if damage:
+        listed = "\n  ".join(damage)
+        raise CheckpointError(f"{headers.source}: incomplete or damaged; download or write it again:\n  {listed}")
 
 
 def _changes(layer: MoELayer) -> Iterator[_Change]:
     stored = layer.audit.shared
-    if isinstance(layer.spec, OpaqueLayer) or stored is None or stored.format is Format.MXFP4:
+    if stored is None or _why_kept(layer) is not None:
         return
     suffix = next((n.rsplit(".", 1)[1] for s, n in _routed_names(layer).items() if s.kind == "scales"), "weight_scale")
     parts: dict[Matrix, StoredMatrix | None] = {
@@ -136,15 +157,22 @@ def _routed_names(layer: MoELayer) -> dict[Slot, str]:
 
 
 def _kept(layers: tuple[MoELayer, ...]) -> tuple[str, ...]:
-    kept = []
-    for layer in layers:
-        if isinstance(layer.spec, OpaqueLayer):
-            kept.append(f"{layer.name}: not read ({layer.spec.reasons[0]})")
-        elif layer.audit.shared is None:
-            kept.append(f"{layer.name}: no shared expert")
-        elif layer.audit.shared.format is Format.MXFP4:
-            kept.append(f"{layer.name}: the shared expert is mxfp4 already")
-    return tuple(kept)
+    reasons = ((layer.name, _why_kept(layer)) for layer in layers)
+    return tuple(f"{name}: {reason}" for name, reason in reasons if reason is not None)
+
+
+def _why_kept(layer: MoELayer) -> str | None:
+    """What leaves a layer as it is; None if its shared expert is requantised."""
+    shared = layer.audit.shared
+    if isinstance(layer.spec, OpaqueLayer):
+        return f"not read ({layer.spec.reasons[0]})"
+    if shared is None:
+        return "no shared expert"
+    if shared.format is Format.MXFP4:
+        return "the shared expert is mxfp4 already"
+    if layer.spec.routed.format is not Format.MXFP4:
+        return f"the routed experts are {layer.spec.routed.format.value}, not mxfp4"
+    return None
 
 
 @dataclass(frozen=True)
@@ -174,7 +202,10 @@ class _Quantizer:
         assert shared is not None
         old = stored_matrix(self._reader, change.layer.block.shared, change.matrix, shared)[0]
         plain = old.dequantize(torch.float32)
-        new = mxfp4.quantize(plain)
+        try:
+            new = mxfp4.quantize(plain)
+        except ValueError as why:
+            raise CheckpointError(f"{change.layer.name}: {values}, values times scales: {why}") from why
         assert new.scales is not None
         error, wide = (new.dequantize(torch.float32) - plain).to(torch.float64), plain.to(torch.float64)
         worst = (_block_norms(error) / _block_norms(wide).clamp_min(1e-300)).max()
@@ -238,15 +269,6 @@ def _write_shards(
         weight_map |= {tensor.name: shard for tensor in outgoing}
         progress(shard)
     return weight_map
-
-
-def _copy_others(root: Path, folder: Path) -> None:
-    """Tokenizer, licence and the like; never weights in other formats."""
-    skip = {INDEX_NAME, "config.json"}
-    weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-    for path in sorted(root.iterdir()):
-        if path.is_file() and path.name not in skip and path.suffix not in weights and not path.name.startswith("."):
-            shutil.copyfile(path, folder / path.name)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -40,6 +40,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read as it is; the message names the file or tensor and says what to do."""
 
 
+class ForeignFormatError(CheckpointError):
+    """Tensors that are whole as far as can be told, in a format that is not read here."""
+
+
 @dataclass(frozen=True)
 class TensorHeader:
     """What a header says of one tensor. Instances are shared between tensors that agree in all three.
@@ -94,6 +98,8 @@ def read_shard(path: Path, label: str | None = None) -> tuple[list[ShardEntry], 
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
+                file.seek(0)
+                _refuse_text(file.read(64), label)
                 raise CheckpointError(
                     f"{label}: truncated: the header needs {length + 8:,} bytes, the file has {size:,}; "
                     "download or write it again"
@@ -117,6 +123,19 @@ def read_shard(path: Path, label: str | None = None) -> tuple[list[ShardEntry], 
             f"{label}: {what}: expected {end:,} bytes, the file has {size:,}; download or write it again"
         )
     return entries, metadata
+
+
+def _refuse_text(start: bytes, label: str) -> None:
+    """Name text that is given for a shard: its first letters would make an absurd length."""
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(
+            f"{label}: a Git LFS pointer, which only stands for the file; run 'git lfs pull', or download the file"
+        )
+    # A real length ends in zero bytes, whatever its first one looks like.
+    if len(start) >= 8 and 0 not in start[:8] and start.lstrip()[:1] in (b"{", b"["):
+        raise CheckpointError(
+            f"{label}: JSON, no safetensors file; give the checkpoint's folder, or a .safetensors file"
+        )
 
 
 def parse_header(raw: bytes, label: str) -> tuple[list[ShardEntry], dict[str, str]]:

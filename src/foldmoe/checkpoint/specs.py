@@ -28,12 +28,14 @@ class OpaqueLayer:
         reasons: what stands in the way, naming tensors and dtypes.
         nbytes: stored bytes of the whole layer, router left out.
         draft: an MTP or DSpark layer.
+        damage: those of the reasons that are no matter of format: tensors or facts that are missing or do not fit.
     """
 
     name: str
     reasons: tuple[str, ...]
     nbytes: int
     draft: bool = False
+    damage: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,12 @@ def read_layers(headers: Headers) -> tuple[MoELayer, ...]:
     """All MoE layers, main ones first, then drafts; dense layers are skipped.
 
     Raises:
-        CheckpointError: config.json states routed experts but no tensor's name is one.
+        CheckpointError: config.json states routed experts but no tensor's name is one, or a value in it is no number
+            where one belongs.
     """
     if headers in _READ:
         return _READ[headers]
-    facts = ModelFacts.of(headers.config)
+    facts = ModelFacts.of(headers.config, headers.config_path)
     blocks = collect(headers.tensors)
     if not blocks and facts.experts:
         some = ", ".join(sorted(headers.tensors)[:3])
@@ -105,16 +108,19 @@ def _layer(block: Block, headers: Headers, facts: ModelFacts) -> MoELayer:
         mismatch = []
     stated_shared = None if draft or facts.shared_width is None else facts.shared_width > 0
     found = audit(block, headers.tensors, experts=experts, shared=stated_shared)
+    foreign = found.foreign
     reasons = list(found.problems)
     if facts.odd_activation:
         reasons.append(facts.odd_activation)
+        foreign |= {facts.odd_activation}
     if top_k is None:
         reasons.append("config.json does not say how many experts a token gets (num_experts_per_tok)")
     elif found.routed and top_k > found.count:
         reasons.append(f"config.json: {top_k} experts a token, but the layer has {found.count}")
     if reasons or found.routed is None or top_k is None:
         nbytes = sum(headers.tensors[name].nbytes for name in block.names() if name not in block.router.values())
-        return MoELayer(block, found, OpaqueLayer(block.name, tuple(reasons), nbytes, draft))
+        damage = tuple(reason for reason in reasons if reason not in foreign)
+        return MoELayer(block, found, OpaqueLayer(block.name, tuple(reasons), nbytes, draft, damage))
     precision, about_precision = _precision(found, facts)
     spec = LayerSpec(
         block.name,

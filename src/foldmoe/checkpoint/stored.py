@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
+import torch
+
 from foldmoe.checkpoint.families import Matrix, Slot
-from foldmoe.checkpoint.shards import CheckpointError, TensorHeader
+from foldmoe.checkpoint.shards import CheckpointError, ForeignFormatError, TensorHeader
 from foldmoe.formats.tensor import Format, detect
 
 if TYPE_CHECKING:
@@ -59,8 +62,9 @@ def read_set(slots: Mapping[Slot, str], tensors: Mapping[str, TensorHeader], *, 
     """Facts of one expert's tensors, or of a stack's.
 
     Raises:
-        CheckpointError: a missing projection, a format that is not read here, or shapes that do not belong together;
-            the message names tensor, dtype and shape.
+        CheckpointError: a missing projection, or shapes that do not belong together; the message names tensor, dtype
+            and shape.
+        ForeignFormatError: a format that is not read here.
     """
 
     def read(matrix: Matrix) -> StoredMatrix | None:
@@ -82,12 +86,13 @@ def read_set(slots: Mapping[Slot, str], tensors: Mapping[str, TensorHeader], *, 
         if part is not None and (part.rows, part.columns) != (rows, hidden):
             turned = (part.columns, part.rows) == (2 * down.rows, down.columns)
             hint = ": stored transposed, which is not read here" if turned else ""
-            raise CheckpointError(
+            kind = ForeignFormatError if turned else CheckpointError
+            raise kind(
                 f"{part.values} is [{part.rows}, {part.columns}] but {down.values} is [{hidden}, {width}]; expected "
                 f"[{rows}, {hidden}]{hint}"
             )
         if part is not None and (part.format, part.e8m0_scales) != (down.format, down.e8m0_scales):
-            raise CheckpointError(
+            raise ForeignFormatError(
                 f"{part.values} is {part.format.value} but {down.values} is {down.format.value}, or their scales "
                 "differ; the projections of one expert must agree"
             )
@@ -106,7 +111,7 @@ def _matrix(
     if len(header.shape) != dims:
         raise CheckpointError(f"{name} {header}: expected {dims} dimensions")
     if header.torch_dtype is None:
-        raise CheckpointError(f"{name} {header}: no format of ours uses this dtype")
+        raise ForeignFormatError(f"{name} {header}: no format of ours uses this dtype")
     *_, rows, columns = header.stored_shape
     columns *= 2 if header.dtype in _PACKED else 1
     try:
@@ -119,7 +124,10 @@ def _matrix(
         )
     except (TypeError, ValueError) as error:
         beside = f" with {scales} {scale_header}" if scales else ""
-        raise CheckpointError(f"{name} {header}{beside}: {error}") from error
+        stack = header.shape[0] if stacked else 1
+        foreign = isinstance(error, TypeError) or _coarse(header, scale_header, stack, rows)
+        kind = ForeignFormatError if foreign else CheckpointError
+        raise kind(f"{name} {header}{beside}: {error}") from error
     if scale_header and len(scale_header.shape) != dims:
         raise CheckpointError(f"{scales} {scale_header}: expected {dims} dimensions")
     if (global_scale is None) == (found is Format.NVFP4):
@@ -128,3 +136,10 @@ def _matrix(
     e8m0 = scale_header is not None and scale_header.dtype in _E8M0
     global_shape = tensors[global_scale].shape if global_scale else ()
     return StoredMatrix(name, scales, global_scale, global_shape, found, rows, columns, e8m0)
+
+
+def _coarse(values: TensorHeader, scales: TensorHeader | None, stack: int, rows: int) -> bool:
+    """FP8 with one scale a tensor or a row, as compressed-tensors and others store it."""
+    if scales is None or values.torch_dtype != torch.float8_e4m3fn:
+        return False
+    return prod(scales.shape) in (1, stack, stack * rows)

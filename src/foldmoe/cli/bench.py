@@ -17,6 +17,8 @@ from foldmoe.cli.bench_merge import merged
 from foldmoe.cli.bench_parallel import parallel
 from foldmoe.cli.bench_serve import serve
 from foldmoe.cli.console import console
+from foldmoe.cli.files import writable
+from foldmoe.cli.names import names
 from foldmoe.cli.numbers import numbers
 from foldmoe.report.bench_table import bench_table
 from foldmoe.report.compare_table import compare_table
@@ -50,22 +52,23 @@ def layer(
         request = Request(
             shape,
             numbers("--tokens", tokens),
-            tuple(arms.split(",")),
+            names("--arms", arms),
             backend,
             rounds,
             inputs,
             activations=activations,
             device=device,
-            peers=tuple(peers.split(",")) if peers else (),
+            peers=names("--peers", peers) if peers else (),
         )
+        writable("--out", out)
         with screen.status("timing") as status:
             result = bench_layer.run(request, status.update)
     screen.print(bench_table(result))
-    if out:
-        result.save(out)
-    if old:
-        with errors.shown():
-            found = compare(old, result)
+    with errors.shown():
+        if out:
+            result.save(out)
+        found = compare(old, result) if old else None
+    if found:
         screen.print(compare_table(found, str(against)))
         if found.regressions:
             raise typer.Exit(1)

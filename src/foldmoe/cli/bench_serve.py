@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
@@ -24,6 +23,7 @@ from foldmoe.bench.serve.runner import RESULT, Event, Runner, prepare
 from foldmoe.bench.serve.session import Options
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
+from foldmoe.planner.devices import torch_device
 from foldmoe.report.serve_table import serve_table
 
 _INTERRUPTED = 130
@@ -74,7 +74,7 @@ def serve(
             workload_files.load(workloads),
             chosen,
             repeats,
-            versions.collect(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+            versions.collect(torch_device(None)),
             _command(context),
             noise_arm=twice and twice + arms_of_serve.AGAIN,
             noise_of=twice,
@@ -96,7 +96,7 @@ class _End:
 
 
 def _run(result: ServeResult, out: Path, options: Options, screen: Console) -> _End:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _TimeLeft())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _TimeLeft())
     kept = f"{out / RESULT} keeps what was measured, --resume continues"
     with Progress(*columns, console=screen) as bar, terminated_as_interrupted():
         task = bar.add_task("serving", total=None, end=None)

@@ -12,10 +12,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _PIPED_WIDTH = 120
 
 
-def console() -> Console:
-    """A console as wide as the terminal; a pipe or a file, which has no width, gets room for every column."""
+def console(piped_width: int = _PIPED_WIDTH) -> Console:
+    """A console as wide as the terminal; a pipe or a file, which has no width, gets room for every column.
+
+    Args:
+        piped_width: of a pipe or file, in characters.
+
+    Nothing is read as markup: paths and names of layers, arms and models may hold brackets and colons.
+    """
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=_PIPED_WIDTH if piped else None)
+    return Console(width=piped_width if piped else None, markup=False, emoji=False)
 
 
 class Bars:
@@ -26,7 +32,8 @@ class Bars:
     """
 
     def __init__(self, screen: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        label = TextColumn("{task.description}", markup=False)
+        columns = (label, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=screen, disable=not screen.is_terminal)
 
     def __enter__(self) -> Bars:

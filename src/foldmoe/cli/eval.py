@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from foldmoe.bench.serve import ranks
 from foldmoe.bench.versions import collect
 from foldmoe.cli import errors
 from foldmoe.cli.console import Bars, console
+from foldmoe.cli.files import writable
+from foldmoe.cli.names import names
 from foldmoe.cli.numbers import numbers
 from foldmoe.evaluate.arms import ARMS
 from foldmoe.evaluate.presets import PRESETS
 from foldmoe.evaluate.request import OWN_TASKS, from_options
 from foldmoe.evaluate.run import run
+from foldmoe.planner.devices import torch_device
 from foldmoe.report.eval_table import eval_report
 
 _USUAL_ARMS = "serial,native,slot-requantized,transformers,shared-zeroed,routed-zeroed"
@@ -59,10 +61,10 @@ def evaluate(
         served, states = _pairs("--server", server), _pairs("--state-dir", state_dir)
         request = from_options(
             checkpoint=checkpoint,
-            arms=_words(arms or (None if served else _USUAL_ARMS)),
+            arms=_names("--arms", _USUAL_ARMS if arms is None and not served else arms),
             server=served or None,
             state_dir=states or None,
-            tasks=_words(tasks),
+            tasks=_names("--tasks", tasks),
             preset=preset,
             items=items,
             seed=seed,
@@ -71,14 +73,15 @@ def evaluate(
             chat=chat,
             concurrency=concurrency,
             batch=batch,
-            lengths=numbers("--lengths", lengths) if lengths else None,
+            lengths=None if lengths is None else numbers("--lengths", lengths),
             think_end=think_end,
             margin=margin,
             device=device,
         )
         runs = {arm: _runs(arm, Path(folder)) for arm, folder in request.state_dir.items()}
-        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        target = torch_device(device)
         versions = collect(target, "lm_eval", "scipy")
+        writable("--out", out)
         with Bars(screen) as bars:
             result = run(request, bars, versions=versions, states=runs)
         screen.print(eval_report(result))
@@ -86,8 +89,8 @@ def evaluate(
             result.save(out)
 
 
-def _words(text: str | None) -> tuple[str, ...] | None:
-    return tuple(word.strip() for word in text.split(",")) if text else None
+def _names(option: str, text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else names(option, text)
 
 
 def _pairs(option: str, given: list[str] | None) -> dict[str, str]:

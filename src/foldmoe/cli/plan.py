@@ -16,6 +16,7 @@ from foldmoe.cli import errors
 from foldmoe.cli.console import console
 from foldmoe.cli.numbers import numbers
 from foldmoe.cli.policy import asked
+from foldmoe.options import in_range
 from foldmoe.parallel.estimate import estimate as estimated
 from foldmoe.parallel.kernel_times import EFFICIENCY, Measured
 from foldmoe.parallel.scheme import largest_buffers
@@ -39,7 +40,9 @@ def plan(
     tokens: Annotated[
         str, typer.Option(help="Tokens on every rank, with commas: of the estimate; the most, of buffers.")
     ] = "1,8,32,128,512,2048",
-    link: Annotated[str, typer.Option(help="Estimate: nvlink, ib400, or GB/s a direction.")] = "nvlink",
+    link: Annotated[
+        str | None, typer.Option(help="Estimate: nvlink, ib400, or GB/s a direction; default: nvlink.")
+    ] = None,
     efficiency: Annotated[
         float | None,
         typer.Option(help=f"Estimate: of local kernels against their floor; default: fitted, or {EFFICIENCY}."),
@@ -53,14 +56,19 @@ def plan(
 
     What is not given here is taken from FOLDMOE_FOLD and its like, as a server would.
     """
+    of_estimate = {"--link": link, "--efficiency": efficiency, "--measured": measured}
     with errors.shown():
+        if not estimate and (stray := [name for name, given in of_estimate.items() if given is not None]):
+            raise ValueError(f"{', '.join(stray)} without --estimate: only an estimate takes that")
         policy = asked(fold=fold, activations=activations, backend=backend, allow_requantize=allow_requantize)
         found = plan_checkpoint(path_or_repo, policy=policy, ep_size=ep, tp_size=tp, device=device)
         expected, buffers = None, {}
         counts = numbers("--tokens", tokens)
+        in_range(1, tokens=counts)
         if estimate:
             table = Measured.read(measured) if measured else None
-            expected = estimated(found, counts, link=link, efficiency=efficiency, measured=table)
+            way = "nvlink" if link is None else link
+            expected = estimated(found, counts, link=way, efficiency=efficiency, measured=table)
         elif ep > 1 and tp == 1:
             buffers = largest_buffers(found.layers, max(counts))
     if as_json:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from foldmoe.cli import errors
+from foldmoe.cli.files import writable
 from foldmoe.report.page import render
 from foldmoe.report.page.sources import sections
 
@@ -19,12 +20,13 @@ def report(
 ) -> None:
     """Write one HTML page of plans, layer timings, serving and accuracy results. It needs no network to read."""
     with errors.shown():
+        writable("--out", out)
         found, passed_over = sections(results)
         try:
             page = render(found, title)
         except ImportError as error:
             raise ValueError(error) from error
         out.write_text(page, encoding="utf-8")
-    for path in passed_over:
-        typer.echo(f"passed over {path}: no result file", err=True)
+    for reason in passed_over.values():
+        typer.echo(f"passed over: {reason}", err=True)
     typer.echo(f"{out}: {len(found)} sections, {len(page.encode()):,} bytes")

@@ -17,7 +17,7 @@ def requantize(
     checkpoint: Annotated[str, typer.Argument(help="A local folder.")],
     out: Annotated[str, typer.Argument(help="A folder that does not exist yet, or is empty.")],
 ) -> None:
-    """Lower shared experts to MXFP4, the routed experts' format, in a copy of the checkpoint. Precision is lost."""
+    """Lower shared experts to MXFP4 where the routed ones have it, in a copy of the checkpoint. Precision is lost."""
     log = Console(stderr=True)
     with errors.shown():
         done = write(checkpoint, out, progress=lambda shard: log.print(f"written and read back: {shard}"))

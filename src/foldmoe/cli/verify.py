@@ -23,9 +23,11 @@ def verify(
     fold: Annotated[str | None, typer.Option(help="How the folded run folds: auto, native or slot.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, or the name of a backend.")] = None,
     allow_requantize: Annotated[bool | None, typer.Option("--allow-requantize")] = None,
-    tokens: Annotated[int, typer.Option(help="Rows of random input.")] = 16,
-    seed: Annotated[int, typer.Option()] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    tokens: Annotated[int, typer.Option(min=1, help="Rows of random input.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1)] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the GPU if there is one.")
+    ] = None,
 ) -> None:
     """Run every MoE layer folded, unfolded and against the float64 reference; exit 1 if one of them disagrees."""
     screen = console()

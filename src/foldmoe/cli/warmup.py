@@ -12,6 +12,7 @@ from foldmoe.cli import errors
 from foldmoe.cli.console import console
 from foldmoe.cli.numbers import numbers
 from foldmoe.cli.policy import asked
+from foldmoe.options import in_range
 from foldmoe.planner import plan_checkpoint
 from foldmoe.planner.devices import KNOWN
 from foldmoe.warming import Calls, Report, compile_ahead, sizes
@@ -51,7 +52,8 @@ def warmup(
     """
     with errors.shown():
         policy = asked(fold=fold, activations=activations, backend=backend, allow_requantize=allow_requantize)
-        counts = numbers("--tokens", tokens) if tokens else sizes(max_tokens)
+        counts = sizes(max_tokens) if tokens is None else numbers("--tokens", tokens)
+        in_range(1, tokens=counts)
         calls = Calls(counts, on_device=tuple(name for name in on_device.split(",") if name))
         found = plan_checkpoint(path_or_repo, policy=policy, ep_size=ep, tp_size=tp, device=device)
         if found.device.kind == "cpu":
@@ -72,7 +74,8 @@ def warmup(
 
 
 def _compile(found: CheckpointPlan, calls: Calls, processes: int | None) -> Report:
-    columns = (TextColumn("{task.description:22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    label = TextColumn("{task.description:22}", markup=False)
+    columns = (label, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console(), transient=True) as bar:
         task = bar.add_task("looking", total=None)
 

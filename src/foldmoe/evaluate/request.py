@@ -7,6 +7,7 @@ from typing import Any
 
 from foldmoe import result_file
 from foldmoe.evaluate.presets import PRESETS
+from foldmoe.options import distinct, in_range
 
 MARGIN = 0.03
 """A difference within this share of the items counts as equal, unless another is asked for."""
@@ -65,6 +66,12 @@ class Request:
     device: str | None = None
 
     def __post_init__(self) -> None:
+        in_range(1, items=self.items, max_tokens=self.max_tokens, concurrency=self.concurrency, batch=self.batch)
+        in_range(0, shots=self.shots)
+        in_range(1, lengths=self.lengths or None)
+        in_range(0, 1, margin=self.margin)
+        distinct("arms", self.arms)
+        distinct("tasks", self.tasks)
         if not self.arms and not self.server:
             raise ValueError("nobody to ask: name arms (--arms serial,native) or servers (--server native=URL)")
         if twice := sorted(set(self.arms) & set(self.server)):

@@ -14,6 +14,7 @@ from foldmoe.evaluate import harness as lm_eval_harness
 from foldmoe.evaluate import server, skills
 from foldmoe.evaluate.arms import ARMS, SERVED, layer_errors, resolved
 from foldmoe.evaluate.result import ArmResult, EvalResult, LayerError, TaskResult
+from foldmoe.planner.devices import torch_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -77,7 +78,7 @@ def _in_process(request: Request, arm: str, harness: lm_eval_harness.Harness | N
     from transformers import AutoTokenizer
 
     path = Path(request.checkpoint or skills.TINY_V4)
-    device, policy = _device(request), ARMS[arm].policy
+    device, policy = torch_device(request.device), ARMS[arm].policy
     layers = _layers(path, arm, policy, device, steps) if policy else ()
     torch.manual_seed(request.seed)
     model = ARMS[arm].build(path, device)
@@ -94,7 +95,7 @@ def _in_process(request: Request, arm: str, harness: lm_eval_harness.Harness | N
 
 
 def _ask(request: Request, arm: str, task: str, model: Any, tokenizer: Any, steps: Steps) -> TaskResult:
-    count = request.items or _OWN_ITEMS
+    count = _OWN_ITEMS if request.items is None else request.items
     done = steps.step(f"{arm}: {task}", count)
     return skills.ask(
         model,
@@ -106,10 +107,6 @@ def _ask(request: Request, arm: str, task: str, model: Any, tokenizer: Any, step
         batch=request.batch,
         progress=done,
     )
-
-
-def _device(request: Request) -> torch.device:
-    return torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _layers(path: Path, arm: str, policy: FusionPolicy, device: torch.device, steps: Steps) -> tuple[LayerError, ...]:
@@ -138,7 +135,7 @@ class _ServedLayers:
         return errors
 
     def _compute(self, arm: str) -> tuple[tuple[LayerError, ...], str]:
-        named, policy, device = self.request.checkpoint, SERVED.get(arm), _device(self.request)
+        named, policy, device = self.request.checkpoint, SERVED.get(arm), torch_device(self.request.device)
         if policy is None:
             return (), f"this name stands for no policy of ours; names that do are {', '.join(SERVED)}"
         if named is None or not Path(named).is_dir():
@@ -156,9 +153,10 @@ class _ServedLayers:
     def notes(self) -> list[str]:
         lines = [f"no layer errors of {', '.join(arms)}: {reason}" for reason, arms in self.refused.items()]
         if self.computed:
+            arms, device = ", ".join(self.computed), torch_device(self.request.device)
             lines.append(
-                f"layer errors of {', '.join(self.computed)} were computed here, on {_device(self.request)}, from the "
-                "checkpoint with the policy that the name stands for; not by the server"
+                f"layer errors of {arms} were computed here, on {device}, from the checkpoint with the policy that the "
+                "name stands for; not by the server"
             )
         return lines
 

@@ -73,7 +73,7 @@ def quantize_activations(x: Tensor, group: int | None = ACTIVATION_GROUP) -> tup
     """Activations ``[M, K]`` to E4M3 ``[M, K]`` and float32 scales ``[M, ceil(K/group)]`` (``[M, 1]`` for None).
 
     scale = 2 ** ceil(log2(amax / 448)), amax floored at 1e-4 (DeepSeek-V3's and V4's own activation quantisation).
-    A group that holds NaN gets NaN values and leaves every other group alone.
+    A NaN stays one and counts for nothing in its group's scale.
     """
     columns = x.shape[-1]
     group = group or max(columns, 1)

@@ -136,14 +136,16 @@ def append_shared_slot(
         experts_per_rank: L, the same on every rank, or one count a rank.
         rank: this rank.
         top_k: the layer's K; a list of another width (one that already carries a slot, say) is refused.
-        ranks: needed to check ids when ``experts_per_rank`` is one number.
+        ranks: how many there are, where ``experts_per_rank`` is one number; None: as many as the ids reach, which have
+            to be looked at for it. Given, nothing waits for a GPU, and a CUDA graph can capture the call.
         shared_weights: ``[M]`` weights of the shared expert; 1 where None.
 
     Returns:
         ``(ids [M, K+1], weights [M, K+1])``, the shared route last.
 
     Raises:
-        ValueError: wrong shapes, ids out of range, or a list that is not ``top_k`` wide.
+        ValueError: wrong shapes, or a list that is not ``top_k`` wide; on a CPU, ids out of range (see
+            :meth:`SlotMap.to_slots`).
         TypeError: ids that are no integers.
     """
     if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape:
@@ -154,9 +156,10 @@ def append_shared_slot(
             "a shared slot is appended here and never comes from the router"
         )
     if isinstance(experts_per_rank, int):
-        highest = int(topk_ids.max()) if topk_ids.numel() else 0
-        count = ranks if ranks is not None else max(rank, highest // max(experts_per_rank, 1)) + 1
-        slots = SlotMap((experts_per_rank,) * count)
+        if ranks is None:
+            highest = int(topk_ids.max()) if topk_ids.numel() else 0
+            ranks = max(rank, highest // max(experts_per_rank, 1)) + 1
+        slots = SlotMap((experts_per_rank,) * ranks)
     else:
         slots = SlotMap(tuple(experts_per_rank))
     tokens = topk_ids.shape[0]

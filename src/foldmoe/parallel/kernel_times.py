@@ -34,7 +34,8 @@ docs/parallel.md (A and D over two H200s, 1 to 2048 tokens), which it meets with
 # A100 (311.9 TFLOP/s): hmc-tech.com's table of the A100 SXM. H100 SXM (989.4 and 1,978.9) and HGX B200 at 1,000 W
 # (2,250 and 4,500): glennklockwood.com/garden/processors, which quotes NVIDIA's architecture papers.
 # AMD: compute units x operations a clock x peak clock, MI300X 304 x 4,096 x 2.1 GHz and MI355X 256 x 8,192 x 2.4 GHz in
-# FP8 (operations a clock as AMD showed them at ISSCC 2026; clocks as remembered), half of that in bf16.
+# FP8 (operations a clock as AMD showed them at ISSCC 2026; clocks that give the published 2,615 and 5,000 TFLOP/s),
+# half of that in bf16.
 _RATES = {
     "a100": (312e12, 312e12, "A100 datasheet, dense bf16; it has no FP8"),
     "h100": (989e12, 1979e12, "H100 SXM datasheet, dense"),

@@ -27,7 +27,7 @@ class Link:
 
 
 # Of B200 (2 x 900 GB/s) checked in glennklockwood.com/garden/processors, which quotes NVIDIA's architecture
-# papers, in 2026; A100's is the data sheet's as remembered.
+# papers, in 2026; A100's (twelve links, 600 GB/s in all) on nvidia.com/data-center/nvlink.
 _NVLINK = {
     "sm_80": (300e9, "A100 datasheet: 600 GB/s over both directions"),
     "sm_90": (382e9, "measured: plain copies both ways between two H200s; 450 in the datasheet"),

@@ -46,15 +46,20 @@ class Tokens:
         gate = None if self.shared_weights is None else self.shared_weights[start:end]
         return Tokens(self.x[start:end], self.topk_ids[start:end], self.topk_weights[start:end], gate)
 
-    def problem(self, name: str, scheme: Scheme, experts: int) -> Exception | None:
+    def problem(self, name: str, scheme: Scheme, experts: int, device: torch.device | None = None) -> Exception | None:
         """Why these arguments do not fit, to be raised once all ranks know; None if they do.
 
         Args:
             name: the layer's.
             scheme: what was agreed on.
             experts: logical ones. Values of ids are looked at on a CPU alone.
+            device: the group's, where all arguments must lie; x's where None.
         """
         x, ids, weights, gate = self.x, self.topk_ids, self.topk_weights, self.shared_weights
+        wanted = device or x.device
+        found = {"x": x, "topk_ids": ids, "topk_weights": weights, "shared_weights": gate}
+        if away := [f"{what} on {t.device}" for what, t in found.items() if t is not None and not _on(t, wanted)]:
+            return ValueError(f"{name}: all arguments must lie on {wanted}, found {', '.join(away)}")
         if x.dtype != scheme.dtype or ids.dtype not in (torch.int32, torch.int64):
             return TypeError(
                 f"{name}: expected x {scheme.dtype} and ids int32 or int64, found {x.dtype} and {ids.dtype}"
@@ -74,6 +79,11 @@ class Tokens:
             if low < -1 or high >= experts:
                 return ValueError(f"{name}: ids must lie in -1 .. {experts - 1}, found {low} .. {high}")
         return None
+
+
+def _on(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor lies there; "cuda" without a number is any of them."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 @dataclass(frozen=True, eq=False)

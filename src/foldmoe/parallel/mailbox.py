@@ -9,7 +9,7 @@ import platform
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from foldmoe.parallel.simulate import VirtualRanks
 from foldmoe.parallel.transport import DistributedTransport, GroupError, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
 
 HEADER = 1024
 """Bytes before the first half: one flag of 8 bytes a rank."""
@@ -116,15 +118,28 @@ def open_mailboxes(transport: Transport, nbytes: int, timeout: float = WAIT_SECO
         _agreed(transport, _unreachable(transport))
     else:
         return [_mailbox(rank, tensors, half, timeout) for rank, tensors in _virtual(transport, half)]
-    box, problem = None, None
-    try:
-        box = _mailbox(transport.ranks[0], _symmetric(group, half, transport), half, timeout)
-    except RuntimeError as error:
-        problem = f"torch's symmetric memory: {str(error).splitlines()[0]}"
-    _agreed(transport, problem)  # also: nobody writes before all have cleared their flags
-    assert box is not None
+    memory = _tried(transport, lambda: _allocated(half, transport.device))
+    # Agreed on again: nobody writes before all have cleared their flags.
+    rank = transport.ranks[0]
+    box = _tried(transport, lambda: _mailbox(rank, _mapped(memory, group, transport), half, timeout))
     _opened[key] = [box]
     return [box]
+
+
+def _tried(transport: Transport, step: Callable[[], T]) -> T:
+    """What a step gives, once it has gone well on all ranks: the next one may wait for them.
+
+    Raises:
+        Unavailable: whatever a rank's memory, driver or torch raised.
+    """
+    done: list[T] = []
+    problem = None
+    try:
+        done.append(step())
+    except Exception as error:  # of any kind: raised here alone, it would leave the others waiting
+        problem = f"torch's symmetric memory: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+    _agreed(transport, problem)
+    return done[0]
 
 
 def _agreed(transport: Transport, problem: str | None) -> None:
@@ -148,14 +163,20 @@ def _obstacle(transport: Transport) -> str | None:
     return None if find_spec("torch.distributed._symmetric_memory") else f"torch {torch.__version__} has none"
 
 
-def _symmetric(group: Any, half: int, transport: Transport) -> list[Tensor]:
-    """One buffer a rank, mapped here, by rank."""
+def _allocated(half: int, device: torch.device) -> Tensor:
+    """This rank's buffer, its flags cleared."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    device = transport.device
     memory = symmetric_memory.empty((HEADER + 2 * half,), dtype=torch.uint8, device=device)
     memory.zero_()
     torch.cuda.synchronize(device)
+    return memory
+
+
+def _mapped(memory: Tensor, group: Any, transport: Transport) -> list[Tensor]:
+    """All ranks' buffers, by rank; every rank must call this, and waits for the others here."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
     whole: Any = group or dist.group.WORLD
     handle = symmetric_memory.rendezvous(memory, whole)
     found = [handle.get_buffer(rank, memory.shape, torch.uint8) for rank in range(transport.size)]

@@ -50,14 +50,15 @@ class ExpertParallelMoE(torch.nn.Module):
 
     Args:
         layer: this rank's :class:`foldmoe.FoldedMoE`, made with its placement; one a rank for a simulation.
-        group: a process group (None: the default one), or :func:`foldmoe.parallel.simulate`'s.
+        group: a process group (None: the default one), or :func:`foldmoe.parallel.simulate`'s. Layers and tokens are on
+            its device, see :class:`foldmoe.parallel.DistributedTransport`.
         max_tokens_per_rank: capacity of one exchange; :meth:`buffer_bytes` follows from it.
         strategy: "all_gather", "all_to_all" or "symmetric", see :class:`foldmoe.parallel.Scheme`. Where ranks cannot
             write to each other's memory, "symmetric" becomes "all_gather" on all of them: ``fallback`` says why.
         order: "rank", or "route" for the same bits whatever the number of ranks.
         dtype: of x and y.
         result_dtype: of results on their way back; x's unless given. float32 rounds once, at the end, for twice the
-            bytes.
+            bytes. It rounds no x: a local layer gets that in a dtype which holds both.
         overflow: more tokens than capacity are an "error", the same on every rank, or run in "rounds".
         physical: ``[n, max_replicas]`` physical experts of each logical one (EPLB), -1 for none; the layer then holds
             physical experts. Ids are logical ones always.
@@ -160,9 +161,9 @@ class ExpertParallelMoE(torch.nn.Module):
             ``[M, H]`` in ``dtype``.
 
         Raises:
-            ValueError, TypeError: more tokens than capacity (on every rank), or arguments that do not fit: on every
-                rank, or with ``tokens_across_ranks`` here alone, since no counts are exchanged that could tell the
-                others. Those run into the group's timeout.
+            ValueError, TypeError: more tokens than capacity (on every rank), or arguments that do not fit, or lie on
+                another device than the group's: on every rank, or with ``tokens_across_ranks`` here alone, since no
+                counts are exchanged that could tell the others. Those run into the group's timeout.
             GroupError: another rank has left, or did not answer in the group's timeout (gloo; see
                 :class:`foldmoe.parallel.GroupError` for NCCL).
         """
@@ -218,9 +219,9 @@ class ExpertParallelMoE(torch.nn.Module):
     def run_local(self, layer: FoldedMoE, call: Call, agreed_rows: int) -> Tensor:
         """The local launch.
 
-        Whether it folds, and which kernels and tiles run it, depend on ``agreed_rows`` alone, the largest token count
-        of any rank, which all know. With R ranks of M tokens each, one rank has about M * K routes and M shared rows:
-        as a layer timed at M tokens has.
+        Whether it folds, and which kernels and tiles run it, depend on ``agreed_rows``, the largest token count of any
+        rank, which all know, and on nothing that reached this one. With R ranks of M tokens each, one rank has about
+        M * K routes and M shared rows: as a layer timed at M tokens has.
         """
         if not len(call.x):
             return torch.empty_like(call.x)
@@ -255,7 +256,8 @@ class ExpertParallelMoE(torch.nn.Module):
 
         Where they are stated nothing is exchanged, and the others do wait.
         """
-        problems = [batch.problem(self.name, self.scheme, self.num_logical) for batch in batches]
+        device = self.transport.device
+        problems = [batch.problem(self.name, self.scheme, self.num_logical, device) for batch in batches]
         mine = [-1 if problem else batch.count for problem, batch in zip(problems, batches, strict=True)]
         if stated is not None:
             counts = list(stated)
@@ -294,8 +296,8 @@ class ExpertParallelMoE(torch.nn.Module):
         )
         ranks, load = self.transport, None if self._load is None else self._load.clone()
         self.forward_ranks([batch] * len(ranks.ranks), tokens_across_ranks=[tokens] * ranks.size)
-        if load is not None:
-            self._load = load
+        if self._load is not None and load is not None:
+            self._load.copy_(load)  # in place: a captured graph goes on adding to this tensor
 
     def load(self) -> Tensor:
         """Routes per logical routed expert over all ranks and calls so far, ``[n]`` int64; every rank must call it.

@@ -37,7 +37,7 @@ class Scheme:
         dtype: of x and y.
         result_dtype: of results on their way back.
         dispatch: "all_gather" gives every rank all tokens; "all_to_all" sends a token to the ranks that its experts
-            are on, once each.
+            are on, once each; "symmetric" writes it into their memory instead.
         order: how results add up, in float32. "rank": each rank returns one sum a token, weights applied there, added
             in the order of ranks. "route": each route returns alone, its weight is applied by the token's own rank in
             the order of k, the shared part last: the same bits for any number of ranks where the backend is
@@ -120,9 +120,14 @@ class Scheme:
 
     @property
     def local_dtype(self) -> torch.dtype:
-        """Of x as the local layer gets it. fp16 has too few exponents for E4M3 times its scale."""
-        narrow = torch.float16 in (self.dtype, self.result_dtype)
-        return torch.float32 if narrow and self.wire.group else self.result_dtype
+        """Of x as the local layer gets it, and of what that returns.
+
+        It holds x as it travelled, and results: bf16 and fp16 have no common dtype but float32, and fp16 has too few
+        exponents for E4M3 times its scale, which bf16 holds exactly.
+        """
+        if self.wire.group:
+            return torch.float32 if torch.float16 in (self.dtype, self.result_dtype) else self.result_dtype
+        return torch.promote_types(self.dtype, self.result_dtype)
 
     @property
     def local_top_k(self) -> int:
@@ -160,11 +165,15 @@ class Scheme:
         rows = self.local_rows(tokens)
         returns = copies if self.order == "rank" or not others else self.top_k
         routes = rows if self.order == "route" else rows * self.local_top_k
+        launch = rows * self.hidden * self.local_dtype.itemsize
         local = {
-            "local x": rows * self.hidden * self.local_dtype.itemsize,
+            "local x": launch,
             "local routes": routes * 8,  # int32 and float32
             "local results": rows * result,
         }
+        if self.local_dtype != self.result_dtype:
+            local["local results, rounded"] = local["local results"]
+            local["local results"] = launch
         if self.dispatch == "symmetric":
             return {"mailbox": 2 * self.mailbox_bytes, **local}
         found = {

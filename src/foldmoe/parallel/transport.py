@@ -61,7 +61,8 @@ class DistributedTransport:
     """``torch.distributed``: gloo on CPUs, NCCL on GPUs.
 
     Args:
-        group: the process group; the default one if None.
+        group: the process group; the default one if None. One with both, as ``init_process_group()`` makes it where no
+            backend is named, is for GPUs where there are any: name gloo for layers on CPUs beside them.
 
     Raises:
         ValueError: a group that this process is no member of.
@@ -73,6 +74,8 @@ class DistributedTransport:
         self._size = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is no member of the group; only a group's own ranks build its layers")
+        backends = dist.get_backend_config(group).split(",")  # get_backend says "undefined" where none was named
+        self._on_gpus = "cuda:nccl" in backends and torch.cuda.is_available()
 
     @property
     def size(self) -> int:
@@ -84,8 +87,7 @@ class DistributedTransport:
 
     @property
     def device(self) -> torch.device:
-        on_gpu = "nccl" in str(dist.get_backend(self.group))
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if self._on_gpus else torch.device("cpu")
 
     def all_gather(self, rows: Sequence[Tensor]) -> list[Tensor]:
         (mine,) = rows

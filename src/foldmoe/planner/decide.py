@@ -28,6 +28,9 @@ def plan_layer(
 ) -> LayerPlan:
     """Decide how one layer runs.
 
+    All ranks decide alike: a backend is taken where it runs every rank's part, that of a rank without experts included,
+    and folds at the token counts that it states for the largest part.
+
     Args:
         spec: the whole layer, over all ranks.
         policy: what the user asks for; the default folds wherever the stored precision can be kept.
@@ -43,19 +46,19 @@ def plan_layer(
     policy, placement = policy or FusionPolicy(), placement or Placement()
     found = resolve(device)
     activations, reasons = _precision(spec, policy)
-    plan = partial(LayerPlan, spec, activations=activations, placement=placement)
+    plan = partial(LayerPlan, spec, activations=activations, placement=placement, policy=policy)
     stock = partial(plan, strategy="serial", arm="stock", backend="stock")
     try:
-        local = spec.local(placement)
+        local, parts = spec.local(placement), _parts(spec, placement)
     except ValueError as error:
         return stock(reasons=(*reasons, f"tensor parallel: {error}"))
     stock = partial(stock, bytes_before=local.nbytes, bytes_after=local.nbytes)
     if policy.fold == "stock":
         return stock(reasons=("the policy leaves the engine's own layer in place",))
     obstacles = slot_obstacles(spec, policy) if policy.fold == "slot" else ()
-    run = slotted(local) if policy.fold == "slot" and not obstacles else local
+    as_packed = slotted if policy.fold == "slot" and not obstacles else _as_it_is
     asked = (capability.find(policy.backend),) if policy.backend != "auto" else capability.registered()
-    backend, refused = _first(asked, run, activations, found)
+    backend, refused = _first(asked, map(as_packed, parts), activations, found)
     reasons += refused
     if backend is None:
         return stock(reasons=(*reasons, "no backend of ours runs this layer: the engine keeps it"))
@@ -63,8 +66,8 @@ def plan_layer(
         plan,
         backend=backend.name,
         bytes_before=local.nbytes,
-        bytes_after=backend.packed_nbytes(run),
-        tiles=backend.tiles(run, found),
+        bytes_after=backend.packed_nbytes(as_packed(local)),
+        tiles=backend.tiles(as_packed(local), found),
     )
     serial = partial(ours, strategy="serial", arm="serial")
     if spec.shared is None:
@@ -73,8 +76,8 @@ def plan_layer(
         arm, where = _UNFOLDED[policy.fold]
         return ours(strategy="serial", arm=arm, reasons=(*reasons, f"the policy asks for the shared expert {where}"))
     if policy.fold in ("auto", "native"):
-        rows = backend.fold_rows(local, found) if policy.fold == "auto" else EVERYWHERE  # asked for by name: always
-        reasons += _about_rows(backend, rows)
+        rows = _fold_rows(backend, parts[0], policy, found)
+        reasons += _about_rows(backend.name, rows)
         return ours(strategy="native", arm="folded", reasons=reasons, fold_rows=rows)
     if obstacles:
         return serial(reasons=(*reasons, *(f"slot: {obstacle}" for obstacle in obstacles)))
@@ -100,20 +103,36 @@ def slotted(spec: LayerSpec) -> LayerSpec:
     return replace(spec, routed=replace(spec.routed, count=spec.routed.count + 1), shared=None)
 
 
+def _as_it_is(spec: LayerSpec) -> LayerSpec:
+    """The layer with its shared expert apart."""
+    return spec
+
+
+def _parts(spec: LayerSpec, placement: Placement) -> tuple[LayerSpec, ...]:
+    """What ranks hold, the most experts first: one part, or two where experts do not divide evenly."""
+    ends = (0, placement.ep_size - 1)
+    return tuple(dict.fromkeys(spec.local(replace(placement, ep_rank=rank)) for rank in ends))
+
+
 EVERYWHERE: tuple[Rows, ...] = ((0, None),)
 """``fold_rows`` of a layer that folds at any number of tokens."""
 
 
-def _about_rows(backend: Capability, rows: tuple[Rows, ...]) -> tuple[str, ...]:
+def _fold_rows(backend: Capability, largest: LayerSpec, policy: FusionPolicy, device: Device) -> tuple[Rows, ...]:
+    """Of a native fold; asked for by name, it is always one."""
+    return backend.fold_rows(largest, device) if policy.fold == "auto" else EVERYWHERE
+
+
+def _about_rows(backend: str, rows: tuple[Rows, ...]) -> tuple[str, ...]:
     """A line where the backend folds at some batch sizes only."""
     if rows in ((), EVERYWHERE):
         return ()
     ranges = ", ".join(f"{start} or more" if end is None else f"{start} to {end - 1}" for start, end in rows)
     reason = (
-        f"folds at {ranges} tokens; otherwise two streams over the same weights, which measured faster (native by name "
-        "folds always)"
+        f"folds at {ranges} tokens; otherwise two streams over the same weights, which measured faster on an H200 "
+        "(native by name folds always)"
     )
-    return (f"{backend.name}: {reason}",)
+    return (f"{backend}: {reason}",)
 
 
 def _precision(spec: LayerSpec, policy: FusionPolicy) -> tuple[ActivationPrecision, tuple[str, ...]]:
@@ -125,16 +144,17 @@ def _precision(spec: LayerSpec, policy: FusionPolicy) -> tuple[ActivationPrecisi
 
 
 def _first(
-    candidates: Iterable[Capability], spec: LayerSpec, activations: ActivationPrecision, device: Device
+    candidates: Iterable[Capability], parts: Iterable[LayerSpec], activations: ActivationPrecision, device: Device
 ) -> tuple[Capability | None, tuple[str, ...]]:
-    """The first backend that runs ``spec``, and why each one before it does not."""
+    """The first backend that runs all ``parts``, and why each one before it does not."""
     reasons: list[str] = []
+    parts = tuple(parts)
     for candidate in candidates:
         missing = candidate.unavailable(device)
-        against = (missing,) if missing else candidate.supports(spec, activations)
+        against = [missing] if missing else [why for part in parts for why in candidate.supports(part, activations)]
         if not against:
             return candidate, tuple(reasons)
-        reasons += [f"{candidate.name}: {reason}" for reason in against]
+        reasons += [f"{candidate.name}: {why}" for why in dict.fromkeys(against)]
     return None, tuple(reasons)
 
 
@@ -147,22 +167,27 @@ def without_backend(plan: LayerPlan, reason: str, device: Device | torch.device 
         reason: why the backend refused.
 
     Raises:
-        ValueError: if no other backend runs the layer.
+        ValueError: if no other backend runs the layer, or the policy named this one: then no other is asked, as in
+            :func:`plan_layer`.
     """
-    found, local = resolve(device), plan.spec.local(plan.placement)
-    if plan.strategy == "slot":
-        local = slotted(local)
+    found, parts = resolve(device), _parts(plan.spec, plan.placement)
+    as_packed = slotted if plan.strategy == "slot" else _as_it_is
     backends = capability.registered()
     behind = [backend.name for backend in backends].index(plan.backend) + 1
-    backend, refused = _first(backends[behind:], local, plan.activations, found)
-    reasons = (*plan.reasons, f"{plan.backend}: {reason}", *refused)
+    named = plan.policy.backend != "auto"
+    backend, refused = _first(() if named else backends[behind:], map(as_packed, parts), plan.activations, found)
+    gone = _about_rows(plan.backend, plan.fold_rows)
+    reasons = (*(line for line in plan.reasons if line not in gone), f"{plan.backend}: {reason}", *refused)
     if backend is None:
-        raise ValueError(f"{plan.layer}: no backend runs this layer: {'; '.join(reasons)}")
-    rows = backend.fold_rows(local, found) if plan.folded and plan.strategy == "native" else plan.fold_rows
+        also = (f"{plan.backend} was asked for by name, so that no other is tried",) if named else ()
+        raise ValueError(f"{plan.layer}: no backend runs this layer: {'; '.join((*reasons, *also))}")
+    native = plan.folded and plan.strategy == "native"
+    rows = _fold_rows(backend, parts[0], plan.policy, found) if native else plan.fold_rows
+    local = as_packed(plan.spec.local(plan.placement))
     return replace(
         plan,
         backend=backend.name,
-        reasons=(*reasons, *_about_rows(backend, rows)),
+        reasons=(*reasons, *_about_rows(backend.name, rows)),
         fold_rows=rows,
         bytes_after=backend.packed_nbytes(local),
         tiles=backend.tiles(local, found),

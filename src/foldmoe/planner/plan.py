@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from foldmoe.moe.spec import ActivationPrecision, LayerSpec, Placement
+from foldmoe.planner.policy import FusionPolicy
 
 Strategy = Literal["native", "slot", "serial"]
 Arm = Literal["folded", "dual-stream", "serial", "stock"]
@@ -35,6 +36,7 @@ class LayerPlan:
         placement: where this rank stands.
         tiles: how the backend chooses its tiles: from measurements on this device, or by a heuristic; no part of what
             ranks agree on, as it changes no bits.
+        policy: what was asked for; no part of it either, as the rest says what came of it.
     """
 
     spec: LayerSpec
@@ -50,6 +52,7 @@ class LayerPlan:
     fold_rows: tuple[Rows, ...] = ()
     placement: Placement = field(default_factory=Placement)
     tiles: str = ""
+    policy: FusionPolicy = field(default_factory=FusionPolicy)
 
     @property
     def layer(self) -> str:

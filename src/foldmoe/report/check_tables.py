@@ -37,11 +37,12 @@ def verify_table(checks: Sequence[LayerCheck]) -> RenderableType:
             problems.append(Text(f"{check.layer}: skipped: {check.how}"))
             continue
         numbers = (check.folded, check.unfolded, check.shared, check.agreement, check.tolerance)
-        cells = ["" if n is None else f"{n:.1e}" for n in numbers]
+        cells = ["" if n is None or not check.tolerance else f"{n:.1e}" for n in numbers]  # blank: nothing was computed
         table.add_row(check.layer, check.how, *cells, "ok" if check.ok else "FAILS")
         problems += _problems(check.layer, check.problems)
-    passed, skipped = sum(c.ok and not c.skipped for c in checks), sum(c.skipped for c in checks)
-    summary = f"{passed}/{len(checks)} layers compute what the checkpoint says"
+    layers = [check for check in checks if not check.whole]
+    passed, skipped = sum(c.ok and not c.skipped for c in layers), sum(c.skipped for c in layers)
+    summary = f"{passed}/{len(layers)} layers compute what the checkpoint says"
     return Group(table, *problems, Text(summary + (f", {skipped} skipped" if skipped else ""), style="bold"))
 
 
@@ -56,6 +57,12 @@ def compare_table(differences: Sequence[LayerDifference]) -> RenderableType:
     return Group(table, *problems, Text(f"{passed}/{len(differences)} layers match the original", style="bold"))
 
 
+ON_HOPPER = (
+    "on a Hopper GPU run this copy with --fold slot (FOLDMOE_FOLD=slot), which loses nothing more and stays on the "
+    "hopper backend; auto takes triton there, since hopper folds no MXFP4 shared expert natively"
+)
+
+
 def requantize_table(done: Requantized) -> RenderableType:
     """What requantising cost, layer by layer."""
     table = _table("layer", "was", "RMS", "worst block", "bytes before", "after")
@@ -68,8 +75,11 @@ def requantize_table(done: Requantized) -> RenderableType:
             f"{loss.bytes_before:,}",
             f"{loss.bytes_after:,}",
         )
-    kept = [Text(f"kept {line}") for line in done.kept]
+    lines = [Text(f"kept {line}") for line in done.kept]
+    if done.left:
+        lines.append(Text(f"not copied: {', '.join(done.left)}"))
+    lines.append(Text(ON_HOPPER))
     worst = max(done.losses, key=lambda loss: loss.rms)
     count = len(done.losses)
     summary = f"{count} shared experts are mxfp4 now, RMS up to {worst.rms:.4f} ({worst.layer}); in {done.out}"
-    return Group(table, *kept, Text(summary, style="bold"))
+    return Group(table, *lines, Text(summary, style="bold"))

@@ -22,7 +22,8 @@ def compare_table(found: Comparison, old: str) -> RenderableType:
     for change in found.changes:
         table.add_row(*_cells(change), style=_STYLES.get(change.verdict))
     count = len(found.regressions)
-    last = f"{count} of {len(found.changes)} rows slower by more than the noise" if count else "no row is slower"
+    slower = f"{count} rows slower by more than the noise" if count else "no row is slower"
+    last = f"{slower}, {found.compared} of {len(found.changes)} rows compared"
     return Group(table, *(Text(f"differs: {line}") for line in found.differences), Text(last, style="bold"))
 
 

@@ -41,6 +41,13 @@ class Run:
         return span(self.rows[0].layer, self.rows[-1].layer)
 
     @property
+    def count(self) -> str:
+        """``40 layers``, or ``39 of 40 layers`` where one of the label's numbers is not there."""
+        found, count = _number(self.rows[0].layer, self.rows[-1].layer), len(self.rows)
+        wide = count if found is None else int(found[2]) - int(found[1]) + 1
+        return f"{count} of {wide} layers" if wide > count else f"{count} layers"
+
+    @property
     def digest(self) -> str:
         """The layer's own, or one over the run."""
         if len(self.rows) == 1:
@@ -55,12 +62,21 @@ def span(first: str, last: str) -> str:
     """``layers.0..39.ffn`` for forty layers."""
     if first == last:
         return first
-    numbers = [re.split(r"(\d+)", name) for name in (first, last)]
-    differing = [i for i, (a, b) in enumerate(zip(*numbers, strict=False)) if a != b]
-    if len(differing) != 1 or differing[0] % 2 == 0:  # not one number, which stands at an odd place
+    found = _number(first, last)
+    if found is None:
         return f"{first} .. {last}"
-    where = differing[0]
-    return "".join((*numbers[0][: where + 1], "..", *numbers[1][where:]))
+    head, low, high, tail = found
+    return f"{head}{low}..{high}{tail}"
+
+
+def _number(first: str, last: str) -> tuple[str, str, str, str] | None:
+    """The one number in which two names differ, in both, between what stands before and after it."""
+    one, other = (re.split(r"(\d+)", name) for name in (first, last))
+    differing = [i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+    if len(differing) != 1 or differing[0] % 2 == 0:  # not one number, which stands at an odd place
+        return None
+    at = differing[0]
+    return "".join(one[:at]), one[at], other[at], "".join(one[at + 1 :])
 
 
 def runs(rows: Sequence[Row]) -> list[Run]:
@@ -119,7 +135,7 @@ def _cells(run: Run) -> tuple[str, ...]:
     """Layers, formats and widths, the decision, bytes before/after/extra, digest."""
     row, count = run.first, len(run.rows)
     draft = row.draft if isinstance(row, StockLayer) else row.spec.draft
-    label = run.label + (f"\n{count} layers" if count > 1 else "") + ("\ndraft" if draft else "")
+    label = run.label + (f"\n{run.count}" if count > 1 else "") + ("\ndraft" if draft else "")
     if isinstance(row, StockLayer):
         return label, "not read", "stock", "", run.digest
     shared = "none" if row.spec.shared is None else str(row.spec.shared) + (" gated" if row.spec.shared_gate else "")

@@ -7,11 +7,13 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from threading import RLock, local
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from foldmoe.runtime import kernel_cache
+from foldmoe.runtime.devices import capturing, elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,7 +21,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger("foldmoe")
 _started: dict[tuple[Any, ...], Any] = {}
 """The compiled kernel of each variant that has started; None for what is none, as under Triton's interpreter."""
-_compiler: Compiler | None = None
+_first = RLock()
+"""Held over a first start: it turns settings of Triton's, which are the process's, and turns them back."""
+
+
+class _Here(local):
+    """What holds in one thread."""
+
+    compiler: Compiler | None = None
+
+
+_here = _Here()
 
 
 @dataclass
@@ -58,7 +70,8 @@ class Variant(NamedTuple):
 
 
 def start(kernel: Any, grid: Any, variant: Variant, /, *arguments: Any, **named: Any) -> Any:
-    """``kernel[grid](*arguments, **named)``; inside :func:`compiling` nothing runs.
+    """``kernel[grid](*arguments, **named)`` on the variant's device, current or not; inside :func:`compiling` nothing
+    runs.
 
     Returns:
         The compiled kernel; None inside :func:`compiling`.
@@ -69,9 +82,12 @@ def start(kernel: Any, grid: Any, variant: Variant, /, *arguments: Any, **named:
         OSError: see :func:`foldmoe.runtime.kernel_cache.used`.
     """
     _settle(kernel.__module__)  # before any look-up: a kernel's hash is its cache key
-    if _compiler is not None:
-        _compiler.compile(kernel, variant, arguments, named)
+    if _here.compiler is not None:
+        _here.compiler.compile(kernel, variant, arguments, named)
         return None
+    if elsewhere(variant.device):
+        with torch.cuda.device(variant.device):
+            return start(kernel, grid, variant, *arguments, **named)
     if variant.key in _started:
         compiled = _started[variant.key]
         if compiled is None or kernel.pre_run_hooks:
@@ -84,7 +100,7 @@ def start(kernel: Any, grid: Any, variant: Variant, /, *arguments: Any, **named:
             "foldmoe.warmup(layer, tokens), or run the layer once outside the capture, with the same number of tokens "
             f"and the same kinds of arguments ({variant.facts})"
         )
-    with kernel_cache.used(), _unwatched(kernel):
+    with _first, kernel_cache.used(), _unwatched(kernel):
         compiled = kernel[grid](*arguments, **named)
     _started[variant.key] = compiled if _is_compiled(compiled) else None
     return compiled
@@ -110,20 +126,14 @@ def _is_compiled(found: Any) -> bool:
     return isinstance(found, CompiledKernel)
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether the current stream of ``device`` is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 @contextmanager
 def compiling(compiler: Compiler) -> Iterator[None]:
-    """Kernels go to ``compiler`` while this is open, nothing runs. For one thread."""
-    global _compiler
-    _compiler = compiler
+    """This thread's kernels go to ``compiler`` while this is open, nothing runs; other threads' start as ever."""
+    _here.compiler = compiler
     try:
         yield
     finally:
-        _compiler = None
+        _here.compiler = None
 
 
 @cache

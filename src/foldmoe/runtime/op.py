@@ -66,4 +66,4 @@ def _(
     shared_rows: Tensor | None,
     handle: int,
 ) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)  # contiguous, whatever x is

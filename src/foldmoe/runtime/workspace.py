@@ -1,8 +1,9 @@
 """Scratch memory: one buffer per device and stream, shared by all layers, grown on demand.
 
-Calls on one stream follow each other, so layers may share its buffer; two streams never do. During a CUDA graph capture
-the buffer comes from the graph's own memory pool instead: replays then never touch memory that a later, larger batch
-could have replaced.
+Calls on one stream follow each other, so layers may share its buffer; two streams never do. One thread at a time may
+call layers on a stream: launches of two, mixed, would write over each other's buffers. During a CUDA graph capture the
+buffer comes from the graph's own memory pool instead: replays then never touch memory that a later, larger batch could
+have replaced.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from foldmoe.runtime.devices import capturing
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ALIGNMENT = 256
+
+SHORT = 2**31 - 1
+"""Bytes of storage up to which Triton's AMD backend takes 32-bit offsets: kernels of their own."""
 
 MOST_KEPT = 64
 """Of one buffer, how many cuts are kept: an engine's batches have any size."""
@@ -33,7 +39,7 @@ class _Held:
     made: dict[Carve, object] = field(default_factory=dict)
 
 
-_held: dict[tuple[torch.device, int], _Held] = {}
+_held: dict[tuple[torch.device, int, bool], _Held] = {}
 
 
 @dataclass(eq=False)
@@ -79,9 +85,11 @@ class Carve:
 
 
 def _hold(device: torch.device, nbytes: int) -> _Held:
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or capturing(device):
         return _Held(torch.empty(nbytes, dtype=torch.uint8, device=device))
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    # On ROCm a long buffer is never a small call's: that would take other kernels than it did before, and in a graph.
+    long = nbytes > SHORT and torch.version.hip is not None
+    key = (device, torch.cuda.current_stream(device).cuda_stream, long)
     held = _held.get(key)
     if held is None or held.memory.numel() < nbytes:
         _held.pop(key, None)
@@ -92,7 +100,7 @@ def _hold(device: torch.device, nbytes: int) -> _Held:
 
 def held_bytes(device: torch.device) -> int:
     """Bytes held between calls on ``device``, over all streams."""
-    return sum(held.memory.numel() for (where, _), held in _held.items() if where == device)
+    return sum(held.memory.numel() for (where, *_), held in _held.items() if where == device)
 
 
 def release(device: torch.device | None = None) -> None:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
@@ -152,10 +153,11 @@ def _lines(jobs: Sequence[Job], **environment: str) -> Iterator[str]:
     """
     said: SimpleQueue[str | None] = SimpleQueue()
     with tempfile.TemporaryFile() as errors:
-        workers = [_spawn(job, errors, environment) for job in jobs]
+        workers: list[subprocess.Popen[bytes]] = []
         try:
-            for worker in workers:
-                Thread(target=_listen, args=(worker, said), daemon=True).start()
+            for job in jobs:
+                workers.append(_spawn(errors, environment))
+                Thread(target=_serve, args=(workers[-1], pickle.dumps(job), said), daemon=True).start()
             for _ in workers:
                 yield from iter(said.get, None)
                 if any(worker.poll() for worker in workers):
@@ -168,21 +170,22 @@ def _lines(jobs: Sequence[Job], **environment: str) -> Iterator[str]:
                 worker.wait()
 
 
-def _spawn(job: Job, errors: IO[bytes], more: dict[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(errors: IO[bytes], more: dict[str, str]) -> subprocess.Popen[bytes]:
     """A fresh interpreter, which needs nothing of the caller's main module, and finds what the caller imports."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | more
     command = [sys.executable, "-m", "foldmoe.warming.worker"]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment)
+
+
+def _serve(worker: subprocess.Popen[bytes], job: bytes, said: SimpleQueue[str | None]) -> None:
+    """Hand a worker its job and pass on what it prints; None when it has ended."""
     assert worker.stdin is not None
-    worker.stdin.write(pickle.dumps(job))
-    worker.stdin.close()
-    return worker
-
-
-def _listen(worker: subprocess.Popen[bytes], said: SimpleQueue[str | None]) -> None:
-    """Pass on what a worker prints; None when it has ended."""
     assert worker.stdout is not None
-    for line in worker.stdout:
-        said.put(line.decode().rstrip())
-    worker.wait()
-    said.put(None)
+    try:
+        with suppress(BrokenPipeError), worker.stdin as pipe:  # it has died: its exit status and last words tell why
+            pipe.write(job)
+        for line in worker.stdout:
+            said.put(line.decode().rstrip())
+    finally:
+        worker.wait()
+        said.put(None)

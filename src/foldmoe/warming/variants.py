@@ -28,11 +28,10 @@ _STEP = 16
 def sizes(most: int) -> tuple[int, ...]:
     """Batch sizes that between them need every variant of batches of 1 .. ``most`` tokens.
 
-    All small ones; then every 16th and the one after it, because Triton compiles multiples of 16 by themselves, and no
-    choice of tiles holds for fewer than 16 sizes there.
+    All small ones; then every 16th and the largest, because no choice of tiles holds for fewer than 16 sizes there, and
+    the kernels keep Triton from looking at numbers of tokens, of which it would compile multiples of 16 by themselves.
     """
-    large = [m + more for m in range(_EVERY, most + 1, _STEP) for more in (0, 1)]
-    return tuple(m for m in (*range(1, min(_EVERY, most + 1)), *large) if m <= most)
+    return tuple(sorted({*range(1, min(_EVERY, most + 1)), *range(_EVERY, most + 1, _STEP), most}))
 
 
 @dataclass(frozen=True)

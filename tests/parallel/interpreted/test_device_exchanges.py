@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp8": {"dtype": torch.bfloat16, "activations": "fp8"},
     "fp8_token-gated": {"dtype": torch.float16, "activations": "fp8_token", "gated": True},
     "wide-results": {"dtype": torch.bfloat16, "result_dtype": torch.float32},
+    "narrow-results": {"dtype": torch.float32, "result_dtype": torch.bfloat16},
 }
 
 

@@ -50,8 +50,9 @@ def outputs(strategy: str, counts: list[int], fold: str, experts: int, **options
         {"dtype": torch.bfloat16, "activations": "fp8"},
         {"dtype": torch.float16, "activations": "fp8_token", "gated": True},
         {"dtype": torch.bfloat16, "result_dtype": torch.float32},
+        {"dtype": torch.float32, "result_dtype": torch.bfloat16},
     ],
-    ids=["float32", "fp8", "fp8_token-gated", "wide-results"],
+    ids=["float32", "fp8", "fp8_token-gated", "wide-results", "narrow-results"],
 )
 def test_the_bits_of_an_all_gather(fold: str, counts: list[int], experts: int, options: dict[str, Any]) -> None:
     found, expected = (outputs(s, counts, fold, experts, **options) for s in ("symmetric", "all_gather"))

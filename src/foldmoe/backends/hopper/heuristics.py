@@ -193,7 +193,12 @@ def build(geometry: Geometry, tokens: int, shared_tokens: int, warpgroups: int, 
 
 
 def choose(geometry: Geometry, rows: int, routes_per_row: float, experts: int) -> HopperConfig:
-    """The config for a batch of ``rows`` tokens on this rank, from what the host knows without asking the device."""
+    """The config for a batch, from what the host knows without asking the device.
+
+    Args:
+        rows: tokens, or the most that any rank has (``Call.sized_for``).
+        routes_per_row: that this rank's experts expect. experts: that it holds.
+    """
     per_expert = rows * routes_per_row / max(1, experts)
     if per_expert <= 4:
         tokens = 8

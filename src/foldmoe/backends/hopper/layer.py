@@ -56,8 +56,8 @@ class HopperLayer(PackedLayer):
             launches = (BOTH,)
         return self._run(call, launches)
 
-    def _rank_routes(self, call: Call, first: int, held: int, slot: bool) -> Call:
-        return rank_routes(call, first, held, slot)
+    def _rank_routes(self, call: Call, experts: range, count: int, slot: bool) -> Call:
+        return rank_routes(call, experts, count, slot, self.weights.strays)
 
     def forward_shared(self, call: Call) -> Tensor:
         return self._run(call, self._launches(call, routed=False), dtype=torch.float32)
@@ -69,12 +69,13 @@ class HopperLayer(PackedLayer):
         return self._run(call, launches, side=stream if two else None, dependent=not two)
 
     def _launches(self, call: Call, *, routed: bool) -> tuple[int, ...]:
-        """Sections that have anything to do, as far as the host knows."""
+        """Sections that have anything to do, as far as the host knows; the shared one among ranks that choose alike."""
         rows = call.shared_rows
+        nowhere = isinstance(rows, tuple) and rows[0] >= rows[1] and call.most_rows is None
         found = []
         if routed and call.topk_ids.shape[1]:
             found.append(ROUTED)
-        if self.weights.shared_up is not None and not (isinstance(rows, tuple) and rows[0] >= rows[1]):
+        if self.weights.shared_up is not None and not nowhere:
             found.append(SHARED)
         return tuple(found)
 

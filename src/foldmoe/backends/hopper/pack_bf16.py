@@ -41,15 +41,17 @@ class PackedBf16(Packed):
 
 
 def check_bf16(values: Tensor, *, name: str = "weights") -> None:
-    """Whether the values are bf16.
+    """Whether the values are bf16, and a row's lie side by side.
 
     Raises:
-        Unsupported: for other floats, which bf16 does not express.
+        Unsupported: for other floats, which bf16 does not express, and for transposed views.
     """
     if values.dtype is not torch.bfloat16:
         raise Unsupported(
             f"{name}: values in {str(values.dtype).removeprefix('torch.')}; the launch multiplies bfloat16"
         )
+    if values.stride(-1) != 1:
+        raise Unsupported(f"{name}: a row's values lie {values.stride(-1)} apart; give the weights .contiguous()")
 
 
 def pack_bf16(values: Tensor, gate_up_interleave: bool, *, consume: bool = False, name: str = "weights") -> PackedBf16:

@@ -51,12 +51,14 @@ def check_fp8_block(scales: Tensor, block: tuple[int, int], *, name: str = "weig
     """Whether the layout expresses float32 multipliers ``scales`` of ``block``s.
 
     Raises:
-        ValueError: a block that it cannot express.
+        ValueError: a block that it cannot express, or a NaN scale.
         Unsupported: scales whose products leave float32's normal range.
     """
     if block[0] % 8 or block[1] % 32:
         raise ValueError(f"{name}: scale blocks of {block[0]}x{block[1]}; rows must be a multiple of 8, columns of 32")
     if scales.numel() and not bool(((scales > 2.0**-100) & (scales < 2.0**100)).all()):
+        if nan := int(scales.isnan().sum()):
+            raise ValueError(f"{name}: {nan} scales are NaN")
         low, high = (float(end) for end in scales.aminmax())
         raise Unsupported(f"{name}: a scale lies outside 2**-100 .. 2**100: they reach from {low:g} to {high:g}")
 

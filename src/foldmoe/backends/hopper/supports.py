@@ -11,6 +11,9 @@ from foldmoe.formats import Format
 if TYPE_CHECKING:
     from foldmoe.moe.spec import ActivationPrecision, ExpertSpec, LayerSpec
 
+MAX_TOP_K = 128
+"""A token's routes are counted in one block of the prologue."""
+
 MAX_EXPERTS = 1024
 """Counted in one histogram."""
 
@@ -30,9 +33,11 @@ def reasons(spec: LayerSpec, activations: ActivationPrecision) -> tuple[str, ...
     elif routed.format not in (Format.MXFP4, Format.BF16):
         found.append(f"routed experts in {routed.format.value}; the launch multiplies mxfp4, block FP8 or bf16")
     if not routed.count:
-        found.append("no routed experts on this rank")
+        found.append("a rank has no routed experts")
     if routed.count > MAX_EXPERTS:
         found.append(f"{routed.count} routed experts on one rank; at most {MAX_EXPERTS}")
+    if spec.top_k > MAX_TOP_K:
+        found.append(f"{spec.top_k} routes a token; at most {MAX_TOP_K}")
     if not (spec.activation.is_silu and spec.shared_activation.is_silu):
         found.append(f"{spec.activation}, shared {spec.shared_activation}; the launch computes silu(gate) * up")
     if spec.hidden % 128:

@@ -31,7 +31,7 @@ ROW_ALIGN = 4
 """Rows that every token tile starts at a multiple of: TMA copies its scales, four bytes a row, from multiples of 16."""
 
 SMALLEST_ROUTE_BLOCK = 512
-"""Routes that a block of a large batch's prologue counts at least."""
+"""As ``heuristics.ROUTE_BLOCK``, which tuning only raises; whole tokens of it are more than half."""
 
 _TILE_ROWS = 8
 """Smallest token tile."""

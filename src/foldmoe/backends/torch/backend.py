@@ -61,13 +61,15 @@ class TorchLayer(PackedLayer):
     def forward(self, call: Call, *, folded: bool) -> Tensor:
         valid = _valid(call)
         x = self._input(call.x[:valid])
-        ids, weights = call.topk_ids[:valid], call.topk_weights[:valid]
-        y = self._routed(x, ids, weights, call.routed_scale)
+        y = self._routed(x, call, valid)
         if self.shared is not None:
             shared_input = x if folded else self._input(call.x[:valid])
             self._add_shared(y, shared_input, call, valid)
-        y = y.to(call.x.dtype)
-        return y if valid == len(call.x) else torch.cat((y, y.new_zeros(len(call.x) - valid, y.shape[1])))
+        return _padded(y.to(call.x.dtype), len(call.x))
+
+    def forward_routed(self, call: Call) -> Tensor:
+        valid = _valid(call)
+        return _padded(self._routed(self._input(call.x[:valid]), call, valid), len(call.x))
 
     def forward_shared(self, call: Call) -> Tensor:
         y = torch.zeros(call.x.shape, dtype=torch.float32, device=call.x.device)
@@ -78,6 +80,10 @@ class TorchLayer(PackedLayer):
 
     def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
         return self.routed, self.shared
+
+    def stats(self) -> dict[str, object]:
+        """``ids_out_of_range`` counts since packing (reads the device)."""
+        return {"ids_out_of_range": 0} | super().stats()
 
     @property
     def nbytes(self) -> int:
@@ -102,8 +108,9 @@ class TorchLayer(PackedLayer):
         same = weights.gate_up.values.dtype == weights.down.values.dtype == x.dtype
         return x.dtype if plain and same else torch.float32
 
-    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor, routed_scale: float) -> Tensor:
-        """``[M, H]`` float32: the weighted sum over k, in the order of k."""
+    def _routed(self, x: Tensor, call: Call, live: int) -> Tensor:
+        """``[live, H]`` float32: the weighted sum over k, in the order of k."""
+        ids, weights, routed_scale = call.topk_ids[:live], call.topk_weights[:live], call.routed_scale
         tokens, k = ids.shape
         experts, hidden = self.routed.num_experts, self.routed.hidden
         if not tokens or not k or not experts:
@@ -111,7 +118,9 @@ class TorchLayer(PackedLayer):
         flat = ids.flatten()
         valid = (flat >= 0) & (flat < experts)
         whole = bool(valid.all())
-        flat = flat if whole else torch.where(valid, flat, experts)
+        if not whole:
+            self._note_strays(((flat != -1) & ~valid).sum())
+            flat = torch.where(valid, flat, experts)
         by_expert = flat.argsort(stable=True)
         groups = Groups(torch.bincount(flat, minlength=experts + 1)[:experts])
         used = tokens * k if whole else int(groups.counts.sum())
@@ -150,6 +159,11 @@ def _valid(call: Call) -> int:
     if call.num_valid_tokens is None:
         return call.x.shape[0]
     return max(0, min(int(call.num_valid_tokens), call.x.shape[0]))
+
+
+def _padded(y: Tensor, rows: int) -> Tensor:
+    """y and zeros for padding, ``[rows, H]``."""
+    return y if len(y) == rows else torch.cat((y, y.new_zeros(rows - len(y), y.shape[1])))
 
 
 def _rows(call: Call, valid: int) -> tuple[int, int]:

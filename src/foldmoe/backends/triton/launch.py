@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from foldmoe.runtime import offline
 from foldmoe.runtime.kernels import Variant, start
+from foldmoe.runtime.workspace import SHORT
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], tensors: dict[str, Tensor], numbers: dict[str, Any], **constants: Any
 ) -> None:
-    """``kernel[grid](**tensors, **numbers, **constants)``.
+    """``kernel[grid](**tensors, **numbers, **constants)`` on the tensors' device.
 
     Raises:
         RuntimeError, OSError: see :func:`foldmoe.runtime.kernels.start`.
@@ -35,8 +38,11 @@ def _facts(tensors: dict[str, Tensor], numbers: dict[str, Any], kernel: Any) -> 
     anonymous = _plain(kernel)
     facts: list[Any] = [(name, t.dtype, t.data_ptr() % 16 == 0) for name, t in tensors.items() if name not in anonymous]
     facts += [(name, t.dtype) for name, t in tensors.items() if name in anonymous]
+    if torch.version.hip is not None or offline.kind == "rocm":  # offsets of 32 bits into a short storage
+        facts += [(name, t.untyped_storage().nbytes() <= SHORT) for name, t in tensors.items()]
     facts += [(name, n == 1, n % 16 == 0, n >= 2**31) for name, n in numbers.items() if name not in anonymous]
     facts += [(name, n >= 2**31) for name, n in numbers.items() if name in anonymous]
+    facts.append(tuple(map(type, numbers.values())))  # 2 is an int32 to Triton, 2.0 a float32
     return facts
 
 

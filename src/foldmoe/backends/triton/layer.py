@@ -1,7 +1,7 @@
 """A packed layer and its launches: prepare, (scan, scatter), up, down, combine.
 
 Folded, routed and shared tiles lie in the same ``up`` and ``down`` grids. Unfolded, the same kernels run over the same
-weights, routed first, and the same combine follows: both give the same bits.
+weights, routed first or each set on a stream of its own, and the same combine follows: all give the same bits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from foldmoe.backends.triton.layout import unpack
 from foldmoe.backends.triton.rank_routes import rank_routes
 from foldmoe.backends.triton.steps import Step
 from foldmoe.runtime import workspace
+from foldmoe.runtime.streams import beside
 
 if TYPE_CHECKING:
     from foldmoe.backends.triton.layout import Experts
@@ -49,6 +50,8 @@ class TritonLayer(PackedLayer):
         machine: choose configs for this GPU; None: the one that the weights are on.
     """
 
+    _strays: Tensor
+
     def __init__(
         self,
         routed: Experts,
@@ -75,29 +78,50 @@ class TritonLayer(PackedLayer):
         self._run(call, y, routed=True, shared=True, folded=folded)
         return y
 
-    def _rank_routes(self, call: Call, first: int, held: int, slot: bool) -> Call:
-        return rank_routes(call, first, held, slot)
+    def _rank_routes(self, call: Call, experts: range, count: int, slot: bool) -> Call:
+        return rank_routes(call, experts, count, slot, self._strays)
 
     def forward_shared(self, call: Call) -> Tensor:
         y = torch.empty(call.x.shape, dtype=torch.float32, device=call.x.device)
         self._run(call, y, routed=False, shared=True, folded=False)
         return y
 
-    def _run(self, call: Call, y: Tensor, *, routed: bool, shared: bool, folded: bool) -> None:
+    def forward_dual(self, call: Call, stream: torch.cuda.Stream | None) -> Tensor:
+        """One prepare, routed tiles on the current stream beside shared tiles on ``stream``, one combine."""
+        y = torch.empty_like(call.x)
+        self._run(call, y, routed=True, shared=True, folded=False, side=stream)
+        return y
+
+    def _run(
+        self,
+        call: Call,
+        y: Tensor,
+        *,
+        routed: bool,
+        shared: bool,
+        folded: bool,
+        side: torch.cuda.Stream | None = None,
+    ) -> None:
         tokens, top_k = call.topk_ids.shape
         if not tokens:
             return
         mine = self.routed if routed and top_k and self.routed.count else None
-        common = self.shared if shared and not _nowhere(call.shared_rows) else None
+        common = self.shared if shared and not _nowhere(call) else None
         config = self.config or configs.choose(mine, common, call.sized_for, top_k * self.route_share, self.machine)
         self._last = config
         step = Step(self, call, mine, common, config, self._strays)
         step.prepare()
-        parts = [(mine, common)] if folded or mine is None or common is None else [(mine, None), (None, common)]
-        for one, other in parts:
-            if one or other:
-                step.up(one, other)
-                step.down(one, other)
+        if mine is None or common is None or folded:
+            if mine or common:
+                step.multiply(mine, common)
+        elif side is None:
+            step.multiply(mine, None)
+            step.multiply(None, common)
+        else:
+            with beside(torch.cuda.current_stream(self.device), side):
+                with torch.cuda.stream(side):
+                    step.multiply(None, common)
+                step.multiply(mine, None)
         step.combine(y)
 
     def unpack(self) -> tuple[ExpertWeights, ExpertWeights | None]:
@@ -116,6 +140,7 @@ class TritonLayer(PackedLayer):
         return {"ids_out_of_range": int(self._strays.item()), "config": self._last}
 
 
-def _nowhere(rows: tuple[int, int] | Tensor | None) -> bool:
-    """Known on the host to be empty."""
-    return isinstance(rows, tuple) and rows[0] >= rows[1]
+def _nowhere(call: Call) -> bool:
+    """No row gets the shared part, as far as the host knows; never among ranks that start the same kernels."""
+    rows = call.shared_rows
+    return call.most_rows is None and isinstance(rows, tuple) and rows[0] >= rows[1]

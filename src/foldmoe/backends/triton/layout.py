@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foldmoe.backends.base import Unsupported
 from foldmoe.formats import Format
+from foldmoe.formats.checks import nan_positions
 
 if TYPE_CHECKING:
     from foldmoe.formats import QuantizedTensor
@@ -74,7 +75,8 @@ def matrix(tensor: QuantizedTensor, name: str) -> Matrix:
     """A view of a stored stack ``[E, N, K]``.
 
     Raises:
-        Unsupported: values that are not contiguous along K, or plain floats other than bf16.
+        Unsupported: values that are not contiguous along K, codes at odd bytes, rows so far apart that one expert takes
+            2**31 elements, scales for columns that no step divides, or plain floats other than bf16.
         ValueError: a scale of NaN.
     """
     columns = tensor.shape[-1]
@@ -86,10 +88,23 @@ def matrix(tensor: QuantizedTensor, name: str) -> Matrix:
     if tensor.format is Format.BF16:
         if values.dtype != torch.bfloat16:
             raise Unsupported(f"{name}: plain weights must be bfloat16, found {values.dtype}")
+        _check_span(values, name)
         return Matrix(values, values, columns, 1, _STEPS[1], NO_SCALE, False, (1, _STEPS[1]))
     assert tensor.scales is not None
+    if values.storage_offset() % 2 or any(stride % 2 for stride in values.stride()[:-1]):
+        raise Unsupported(
+            f"{name}: codes are read two bytes at a time, but rows begin at odd ones: strides {values.stride()}, "
+            f"offset {values.storage_offset()}"
+        )
     words = values.view(torch.uint8).view(torch.int16)
     planes = 4 if tensor.format.packed else 2
+    if not whole_steps(tensor.block[1], planes):
+        raise Unsupported(
+            f"{name}: scales cover {tensor.block[1]} columns, which do not fit steps of {_STEPS[planes]} columns"
+        )
+    _check_span(words, name)
+    _check_span(tensor.scales, f"{name} scales")
+    _check_scales(tensor, name)
     if not tensor.e8m0_scales:
         step = min(_STEPS[planes], tensor.block[1])
         return Matrix(words, tensor.scales, columns, planes, step, PARTIAL_SCALE, False, tensor.block)
@@ -98,6 +113,27 @@ def matrix(tensor: QuantizedTensor, name: str) -> Matrix:
     largest = int(scales.max()) if known else 0
     wide = largest > 254 - (126 if planes == 4 else 120)
     return Matrix(words, scales, columns, planes, _STEPS[planes], FOLDED_SCALE, wide, tensor.block)
+
+
+def whole_steps(columns: int, planes: int) -> bool:
+    """Whether scales of ``columns`` columns change only between K steps, or fit a step a whole number of times."""
+    return columns % _STEPS[planes] == 0 or _STEPS[planes] % columns == 0
+
+
+def _check_span(stack: Tensor, name: str) -> None:
+    """One expert's offsets are 32 bits wide."""
+    span = sum((size - 1) * stride for size, stride in zip(stack.shape[1:], stack.stride()[1:], strict=True)) + 1
+    if span > 2**31:
+        raise Unsupported(f"{name}: one expert spans {span} elements with strides {stack.stride()}, the limit is 2**31")
+
+
+def _check_scales(tensor: QuantizedTensor, name: str) -> None:
+    assert tensor.scales is not None
+    if tensor.scales.is_meta:
+        return
+    found = nan_positions(tensor.scales, e8m0_scales=tensor.e8m0_scales)
+    if len(found):
+        raise ValueError(f"{name}: {len(found)} scales are NaN or Inf, the first at {found[0].tolist()}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
+from foldmoe.backends.triton.layout import whole_steps
 from foldmoe.formats import Format
 from foldmoe.moe.spec import ActivationPrecision
 
@@ -49,6 +50,8 @@ def _refusals(which: str, experts: ExpertSpec, hidden: int) -> list[str]:
         reasons.append(f"{which} width {experts.width} is no multiple of {STEP}")
     if experts.format.fp8 and (columns := experts.block[1]) % STEP:
         reasons.append(f"{which} scales cover {columns} columns, no multiple of {STEP}")
+    elif experts.format.fp8 and not whole_steps(columns, planes=2):
+        reasons.append(f"{which} scales cover {columns} columns, which no K step of the kernels divides")
     if experts.format is Format.BF16 and experts.float_bytes != 2:
         reasons.append(f"{which} experts are stored in {8 * experts.float_bytes}-bit floats; the kernels read bfloat16")
     if 2 * experts.width * hidden >= 2**31:

@@ -166,6 +166,11 @@ class Step:
             return self.x
         return self.buffers[f"x{self.orders.index(matrix.order)}"]
 
+    def multiply(self, routed: Experts | None, shared: Experts | None) -> None:
+        """Both grouped GEMMs of one set of experts, or of both in the same grids."""
+        self.up(routed, shared)
+        self.down(routed, shared)
+
     def up(self, routed: Experts | None, shared: Experts | None) -> None:
         """Gate, up, SwiGLU and rounding, into the hidden buffers."""
         c = self.config.up

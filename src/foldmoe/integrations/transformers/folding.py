@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from foldmoe.integrations.transformers.blocks import FoldedBlock, MoEBlock, moe_blocks
+from foldmoe.integrations.transformers.twin import Twins
 from foldmoe.layer import FoldedMoE
 from foldmoe.moe import ExpertSpec, LayerSpec
 from foldmoe.planner import FusionPolicy, LayerPlan, plan_layer
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -51,8 +53,12 @@ class FoldReport:
         print("\n".join(self.lines()), flush=True)
 
 
+@torch.inference_mode(False)  # weights that are made here must be able to ask for gradients when they come back
 def fold(model: nn.Module, policy: FusionPolicy | None = None, *, quiet: bool = False) -> FoldReport:
     """Swap every MoE block of ``model``, in place, so that routed and shared experts run in one call.
+
+    All blocks are decided before the first is swapped. A block is swapped only if, on a narrow copy with random
+    weights, its own class computes what the folded one computes (:mod:`foldmoe.integrations.transformers.twin`).
 
     Args:
         model: any Transformers model; blocks that cannot be swapped stay, with the reason.
@@ -61,25 +67,53 @@ def fold(model: nn.Module, policy: FusionPolicy | None = None, *, quiet: bool = 
 
     Returns:
         What became of each block.
+
+    Raises:
+        ValueError: ``model`` is itself a MoE block, which has no place to be swapped in; or a backend of that name is
+            not there. Nothing was touched.
+        TypeError: ``policy`` is no policy.
     """
-    report = FoldReport()
-    for block in list(moe_blocks(model)):
-        reasons = block.obstacles()
-        plan = None if reasons else _plan(block, policy)
-        if plan is None or plan.arm == "stock":
-            report.refused[block.name] = reasons or (plan.reasons if plan else ())
-            continue
-        routed, shared = block.weights()
-        moe = FoldedMoE(routed, shared, activation=block.activation(), plan=plan, consume=True)
-        block.release()
-        model.set_submodule(block.name, FoldedBlock(block, moe))
-        report.plans.append(plan)
+    check_policy(policy)
+    _check_root(model, [block.name for block in moe_blocks(model)])
+    twins, report = Twins(), FoldReport()
+    decided = [(block, _decide(block, policy, twins)) for block in moe_blocks(model)]
+    for block, decision in decided:
+        outcome = _swap(model, block, decision) if isinstance(decision, LayerPlan) else decision
+        if isinstance(outcome, LayerPlan):
+            report.plans.append(outcome)
+        else:
+            report.refused[block.name] = outcome
     if not quiet:
         report.print()
     return report
 
 
-def _plan(block: MoEBlock, policy: FusionPolicy | None) -> LayerPlan:
+def check_policy(policy: FusionPolicy | None) -> None:
+    """Catch a strategy's name in the policy's place.
+
+    Raises:
+        TypeError: neither a policy nor None.
+    """
+    if policy is not None and not isinstance(policy, FusionPolicy):
+        raise TypeError(f"policy must be a FusionPolicy, found {policy!r}; FusionPolicy('native'), say")
+
+
+def _check_root(model: nn.Module, names: list[str]) -> None:
+    if "" in names:
+        raise ValueError(
+            f"found one MoE block ({type(model).__name__}) in place of a model: blocks are swapped in the module that "
+            "holds them, so give that module"
+        )
+
+
+def _decide(block: MoEBlock, policy: FusionPolicy | None, twins: Twins) -> LayerPlan | tuple[str, ...]:
+    """How the block will run, or why it stays."""
+    obstacles = block.obstacles()
+    if obstacles:
+        return obstacles
+    device = block.parameters()[0].device
+    if device.type == "meta":
+        return ("weights are on the meta device: offloaded, or never loaded",)
     routed, shared = block.weights()
     spec = LayerSpec(
         block.name,
@@ -91,22 +125,48 @@ def _plan(block: MoEBlock, policy: FusionPolicy | None) -> LayerPlan:
         block.activation(),
         shared_gate=block.shared_gate is not None,
     )
-    return plan_layer(spec, policy, routed.device)
+    plan = plan_layer(spec, policy, device)
+    if plan.arm == "stock":
+        return plan.reasons
+    objection = twins.objection(block, spec)
+    return (objection,) if objection else plan
 
 
+def _swap(model: nn.Module, block: MoEBlock, plan: LayerPlan) -> LayerPlan | tuple[str, ...]:
+    """What runs in the block's place, or why nothing of ours does; the block then still has its weights."""
+    routed, shared = block.weights()
+    try:
+        moe = FoldedMoE(routed, shared, activation=block.activation(), plan=plan, consume=True)
+    except ValueError as error:
+        return (str(error),)
+    model.set_submodule(block.name, FoldedBlock(block, moe))
+    block.release()
+    return moe.plan
+
+
+@torch.inference_mode(False)
 def unfold(model: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Put the stock blocks back, with the stored weights as numbers of ``dtype`` (the router's by default).
+    """Put the stock blocks back, with the stored weights as numbers of ``dtype``.
 
     Experts that were stored in 4 or 8 bits come back dequantised, since the stock blocks hold plain numbers.
 
+    Args:
+        model: one that :func:`fold` or :func:`foldmoe.integrations.transformers.load` made.
+        dtype: of the experts; what it was when the model was folded or loaded, by default. Give it if the rest of the
+            model was cast since.
+
     Returns:
         How many blocks were put back.
+
+    Raises:
+        ValueError: ``model`` is itself a folded block, which has no place to be swapped in. Nothing was touched.
     """
     folded = [(name, module) for name, module in model.named_modules() if isinstance(module, FoldedBlock)]
+    _check_root(model, [name for name, _ in folded])
     for name, module in folded:
         routed, shared = module.moe.unpack()
         assert shared is not None
         stock = cast("MoEBlock", module.stock)
-        stock.restore(routed, shared, dtype or next(module.gate.parameters()).dtype)
+        stock.restore(routed, shared, dtype)
         model.set_submodule(name, stock.module)
     return len(folded)

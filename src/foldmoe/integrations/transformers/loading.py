@@ -7,19 +7,19 @@ dequantised, since Transformers' own layers multiply plain numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from foldmoe.checkpoint import read_headers, read_layers
+from foldmoe.checkpoint import OpaqueLayer, read_headers, read_layers
 from foldmoe.checkpoint.shards import CheckpointError
-from foldmoe.formats import QuantizedTensor, refuse_nan
-from foldmoe.formats.tensor import detect
-from foldmoe.integrations.transformers.blocks import FoldedBlock, moe_blocks
-from foldmoe.integrations.transformers.folding import FoldReport
+from foldmoe.integrations.transformers.blocks import DTYPES, FoldedBlock, moe_blocks
+from foldmoe.integrations.transformers.folding import FoldReport, check_policy
+from foldmoe.integrations.transformers.rest import load_rest
+from foldmoe.integrations.transformers.twin import Twins
 from foldmoe.loading import load_layer
 from foldmoe.planner.policy import FusionPolicy
 
@@ -52,11 +52,18 @@ def load(
         The model in eval mode; ``model.fold_report`` says what became of each block.
 
     Raises:
-        CheckpointError: tensors that are missing, unexpected or damaged, all listed.
+        CheckpointError: no such folder; tensors that are missing, unexpected or damaged, all listed; or a block that
+            does more than a folded one would, by name and with the reason (``fold="stock"`` loads such a model).
+        TypeError: ``policy`` is no policy, or ``dtype`` none of bfloat16, float16 and float32.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    path = Path(path)
+    path = Path(path).expanduser()
+    check_policy(policy)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, found {dtype!r}")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder; expected one with config.json and .safetensors shards")
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = AutoConfig.from_pretrained(path)
     if hasattr(config, "quantization_config"):
@@ -65,7 +72,7 @@ def load(
     headers = read_headers(path)
     rename = _renamer(model)
     report, taken = _load_blocks(model, path, headers, rename, policy or FusionPolicy(), dtype, target, progress)
-    _load_rest(model, path, headers, rename, taken, dtype, target)
+    load_rest(model, path, headers, rename, taken, dtype, target)
     model.tie_weights()
     _finish(model, path, target)
     if (path / "generation_config.json").exists():
@@ -113,7 +120,7 @@ def _load_blocks(
     """Fill every MoE block; returns what was decided and the tensor names that it took."""
     blocks = {block.name: block for block in moe_blocks(model)}
     layers = [layer for layer in read_layers(headers) if not layer.block.in_draft]
-    report, taken = FoldReport(), set[str]()
+    report, taken, twins = FoldReport(), set[str](), Twins()
     for done, layer in enumerate(layers):
         router = layer.block.router.get("weight", f"{layer.name}.gate.weight")
         block = blocks.pop(rename(router).removesuffix(".gate.weight"), None)
@@ -121,14 +128,18 @@ def _load_blocks(
             taken.update(layer.block.names())
             continue
         stock = policy.fold == "stock"
-        moe = load_layer(headers, layer.name, policy=FusionPolicy(fold="off") if stock else policy, device=device)
         obstacles = block.obstacles()
         if obstacles:
             raise CheckpointError(f"{block.name}: {'; '.join(obstacles)}")
+        objection = None if stock or isinstance(layer.spec, OpaqueLayer) else twins.objection(block, layer.spec)
+        if objection:
+            raise CheckpointError(f"{block.name}: {objection}; FusionPolicy('stock') loads Transformers' own blocks")
+        moe = load_layer(headers, layer.name, policy=FusionPolicy(fold="off") if stock else policy, device=device)
+        block.module.requires_grad_(False)
         if stock:
             routed, shared = moe.unpack()
             assert shared is not None
-            block.restore(routed, shared, dtype)
+            block.restore(routed, shared)
             report.refused[block.name] = ("the policy leaves the engine's own layer in place",)
         else:
             model.set_submodule(block.name, FoldedBlock(block, moe))
@@ -139,93 +150,6 @@ def _load_blocks(
     if blocks:
         raise CheckpointError(f"{path}: no experts in the shards for {', '.join(sorted(blocks))}")
     return report, taken
-
-
-def _load_rest(
-    model: Any,
-    path: Path,
-    headers: Headers,
-    rename: Callable[[str], str],
-    taken: set[str],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Load every tensor outside the experts.
-
-    Raises:
-        CheckpointError: listing all that is missing or unexpected.
-    """
-    import re
-
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    wide = tuple(model._keep_in_fp32_modules_strict or ())
-    own = model.state_dict()
-    state: dict[str, Tensor] = {}
-    unexpected = []
-    for name, tensor in _numbers(headers, taken):
-        key = rename(name)
-        if key not in own:
-            if not any(pattern.search(name) for pattern in ignored):
-                unexpected.append(name)
-            continue
-        if tensor.is_floating_point():
-            tensor = tensor.to(torch.float32 if any(part in key for part in wide) else dtype)
-        state[key] = tensor.to(device)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    missing = sorted(set(own) - set(state) - tied - _computed(model))
-    if missing or unexpected:
-        listed = [f"missing: {n}" for n in missing] + [f"unexpected: {n}" for n in unexpected]
-        raise CheckpointError(f"{path}: tensors outside the experts do not fit the model:\n  " + "\n  ".join(listed))
-    model.load_state_dict(state, strict=False, assign=True)
-
-
-def _computed(model: nn.Module) -> set[str]:
-    """Weights that the swapped blocks' stock parts no longer need, or that were filled already."""
-    return {name for name, tensor in model.state_dict().items() if tensor.device.type != "meta" and _is_expert(name)}
-
-
-def _is_expert(name: str) -> bool:
-    return ".experts." in name or ".shared_experts." in name or ".shared_expert." in name
-
-
-def _numbers(headers: Headers, taken: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """(name, numbers) of every tensor that is not taken; scales are consumed by the matrix they belong to."""
-    from safetensors import safe_open
-
-    by_shard: dict[str, list[str]] = {}
-    for name, header in headers.tensors.items():
-        if name not in taken:
-            by_shard.setdefault(header.shard, []).append(name)
-    scales = {scale: name for name in headers.tensors for scale in _scale_names(name) if scale in headers.tensors}
-
-    assert headers.root is not None
-    root = headers.root
-
-    def read(name: str) -> Tensor:
-        with safe_open(root / headers.tensors[name].shard, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    for names in by_shard.values():
-        for name in names:
-            if name in scales:
-                continue
-            values = read(name)
-            scale = next((s for s in _scale_names(name) if s in headers.tensors), None)
-            if scale is None:
-                yield name, values
-                continue
-            stored = read(scale)
-            kind = detect(values.dtype, values.shape, stored.dtype, stored.shape, values.shape)
-            tensor = QuantizedTensor(values, stored, format=kind)
-            refuse_nan(tensor, name, scale)
-            yield name, tensor.dequantize(torch.float32)
-
-
-def _scale_names(name: str) -> tuple[str, ...]:
-    if not name.endswith(".weight"):
-        return ()
-    return f"{name[:-7]}.scale", f"{name}_scale_inv", f"{name}_scale"
 
 
 def _finish(model: nn.Module, path: Path, device: torch.device) -> None:

@@ -108,7 +108,10 @@ def command(words: Sequence[str], policy: FusionPolicy) -> list[Advice]:
     found += _parallel(flags, tp, dp, ep)
     model = words[2] if len(words) > 2 and not words[2].startswith("-") else flags.get("--model", "")
     found += _kernels(flags, model)
-    if Path(model).is_dir():
+    if not model:
+        what_to_do = "name it right behind 'vllm serve', before the flags"
+        found.append(Advice("checkpoint", "no model was named", False, what_to_do))
+    elif Path(model).is_dir():
         whole, split = (tp * dp, 1) if ep else (1, tp * dp)
         plan = plan_checkpoint(model, policy=policy, ep_size=whole, tp_size=split)
         unfolded = next((row.reasons[-1] for row in plan.rows if not row.folded and row.reasons), "")
@@ -150,7 +153,7 @@ def _kernels(flags: dict[str, str], model: str) -> list[Advice]:
 
 
 def _is_v41(model: str) -> bool:
-    if Path(model).is_dir():
+    if model and Path(model).is_dir():
         return str(read_headers(model).config.get("model_type", "")).startswith("deepseek_v41")
     return "V4.1" in model
 

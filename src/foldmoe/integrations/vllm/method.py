@@ -179,4 +179,4 @@ def vllm_layer(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, handle: int) -
 
 @vllm_layer.register_fake
 def _(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, handle: int) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)  # contiguous, whatever x is

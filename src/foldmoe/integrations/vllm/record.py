@@ -141,7 +141,7 @@ class Record:
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12]
 
     def lines(self) -> list[str]:
-        """For the log: a summary, then one line for each reason with the layers that it holds for."""
+        """For the log: a summary, then one line for each layer that does not fold, with its reasons."""
         native, slot = self.count("native"), self.count("slot")
         summary = (
             f"foldmoe: folded {native + slot}/{len(self.entries)} layers (native {native}, slot {slot}), "

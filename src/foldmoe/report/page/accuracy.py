@@ -50,8 +50,8 @@ def _chart(result: EvalResult) -> Dots | None:
                 points.append(
                     Point(row, 100 * sum(scores) / len(scores), *(None if b is None else 100 * b for b in bounds))
                 )
-        if points:
-            series.append(Series(arm.arm, tuple(points)))
+        if drawn := tuple(point for point in points if point.finite):
+            series.append(Series(arm.arm, drawn))
     if not series:
         return None
     names = tuple(f"{task}, {metric}" for task, metric in rows)

@@ -29,6 +29,11 @@ class Point:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def finite(self) -> bool:
+        """It has a place on an axis; a NaN in a result has none, and stands in the tables alone."""
+        return all(math.isfinite(value) for value in (self.x, self.y, self.low, self.high) if value is not None)
+
 
 @dataclass(frozen=True)
 class Series:
@@ -206,7 +211,9 @@ def _look(index: int) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits or all whole ones, no exponent: 0.052, 46, 1,037."""
+    """Three digits or all whole ones, no exponent: 0.052, 46, 1,037; nan and inf by name."""
+    if not math.isfinite(value):
+        return str(value)
     digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

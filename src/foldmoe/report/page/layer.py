@@ -22,7 +22,7 @@ _LONG = 1e-2
 def layer_section(result: LayerResult, path: str) -> Section:
     """Losing rows stay; what did not run stands below the table with its reason."""
     rows = result.rows
-    drawn = [row for row in rows if row.tokens > 0]  # no tokens have no place on a logarithmic axis
+    drawn = [row for row in rows if _drawable(row)]
     table = Table(
         f"Every arm at every number of tokens; us is the median of {result.request.rounds} rounds",
         HEADINGS,
@@ -42,6 +42,12 @@ def layer_section(result: LayerResult, path: str) -> Section:
     )
 
 
+def _drawable(row: Row) -> bool:
+    """It has a place on logarithmic axes: no tokens, and a time that is NaN, have none."""
+    times = (row.seconds, row.low, row.high, row.floor)
+    return row.tokens > 0 and all(math.isfinite(time) and time > 0 for time in times)
+
+
 def _at(rows: list[Row], tokens: int) -> list[float]:
     return [row.seconds for row in rows if row.tokens == tokens]
 
@@ -53,7 +59,8 @@ def _findings(result: LayerResult) -> list[str]:
     won: list[str] = []
     tied: list[str] = []
     lost: list[str] = []
-    rows = sorted(result.rows, key=lambda row: row.tokens)
+    timed = [row for row in result.rows if math.isfinite(row.seconds + row.noise)]
+    rows = sorted(timed, key=lambda row: row.tokens)
     for tokens, group in groupby(rows, key=lambda row: row.tokens):
         found = list(group)
         folded = next((row for row in found if row.arm.endswith(" folded")), None)

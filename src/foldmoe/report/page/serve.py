@@ -62,12 +62,12 @@ def _chart(result: ServeResult, base: str, metric: str) -> Dots | None:
     kept = [name for name in workloads if medians.get(name)]
     series = []
     for arm in result.served:
-        points = tuple(
+        all_points = (
             Point(row, *(100 * (value / medians[name] - 1) for value in (found.median, found.low, found.high)))
             for row, name in enumerate(kept)
             if (found := summary.spread(result, arm, name, metric))
         )
-        if points:
+        if points := tuple(point for point in all_points if point.finite):
             series.append(Series(arms.find(arm).label, points))
     if not series:
         return None

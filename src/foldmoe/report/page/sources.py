@@ -34,39 +34,46 @@ READERS: dict[str, Callable[[Path], Section]] = {
 """By kind, in the order that sections take on the page."""
 
 
-def sections(paths: Iterable[Path]) -> tuple[list[Section], list[Path]]:
+def sections(paths: Iterable[Path]) -> tuple[list[Section], dict[Path, str]]:
     """Read every result file.
 
     Args:
         paths: files, and folders whose ``.json`` files are all looked at.
 
     Returns:
-        The sections, by kind and then by path; and JSON files of the folders that are no result files (a folder of
-        results holds logs and raw outputs too).
+        The sections, by kind and then by path; and JSON files of the folders that are not shown, each with the reason:
+        a folder of results holds logs, raw outputs and results of other kinds too.
 
     Raises:
-        ValueError: a result file of an unknown kind, a damaged one, or no result file at all.
+        ValueError: a file that was named and is none that can be shown, a damaged one, or no result file at all.
         OSError: no such file.
     """
     order = list(READERS)
     found: list[tuple[int, Path]] = []
-    passed_over: list[Path] = []
+    passed_over: dict[Path, str] = {}
     for path in dict.fromkeys(paths):
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
-            kind = _kind(file, named=file == path)
-            if kind is None:
-                passed_over.append(file)
-            elif kind not in READERS:
-                raise ValueError(f"{file} holds {kind!r}, which this foldmoe cannot show; it knows {', '.join(order)}")
-            else:
-                found.append((order.index(kind), file))
+            try:
+                found.append((order.index(_kind(file)), file))
+            except ValueError as error:
+                if file == path:
+                    raise
+                passed_over[file] = str(error)
     if not found:
         raise ValueError(
             "no result files: write some with 'foldmoe bench layer --out FILE.json' or 'foldmoe plan MODEL --json > "
             "FILE.json'"
         )
     files = [file for _, file in sorted(found)]
-    return _told_apart([READERS[order[rank]](file) for rank, file in sorted(found)], files), passed_over
+    return _told_apart([_section(READERS[order[rank]], file) for rank, file in sorted(found)], files), passed_over
+
+
+def _section(read: Callable[[Path], Section], file: Path) -> Section:
+    """What is wrong with a file names it, whoever found it."""
+    try:
+        return read(file)
+    except (ValueError, ArithmeticError) as error:
+        raise ValueError(error if str(file) in str(error) else f"{file}: {error}") from error
 
 
 def _told_apart(sections: list[Section], files: list[Path]) -> list[Section]:
@@ -85,11 +92,9 @@ def _name(file: Path, with_folder: bool) -> str:
     return f"{file.parent.name}/{file.name}" if with_folder else file.name
 
 
-def _kind(file: Path, *, named: bool) -> str | None:
-    """The kind of a result file; None for other files of a folder. A file that was named must be one."""
-    try:
-        return str(result_file.read(file)["kind"])
-    except ValueError:
-        if named:
-            raise
-        return None
+def _kind(file: Path) -> str:
+    """The kind of a result file, a key of :data:`READERS`."""
+    kind = str(result_file.read(file)["kind"])
+    if kind not in READERS:
+        raise ValueError(f"{file} holds {kind!r}, which this foldmoe cannot show; it knows {', '.join(READERS)}")
+    return kind

@@ -26,8 +26,11 @@ def row_limit(value, IS_TENSOR: tl.constexpr, M):
 
 @triton.jit
 def load_ids(ids, at, upto, valid_routes, E):
-    """Ids at flat positions ``at`` and which of them are routes."""
-    found = tl.load(ids + at, mask=at < upto, other=-1).to(tl.int32)
+    """Ids at flat positions ``at``, cut to -2 .. E, and which of them are routes."""
+    found = tl.load(ids + at, mask=at < upto, other=-1)
+    if ids.dtype.element_ty == tl.int64:  # narrowed as they are, large ones would be others' ids
+        found = tl.minimum(tl.maximum(found, -2), E)
+    found = found.to(tl.int32)
     return found, (found >= 0) & (found < E) & (at < valid_routes)
 
 
