@@ -164,6 +164,7 @@ def test_requantising_saves_bytes_and_is_said() -> None:
     ("spec", "policy", "reason"),
     [
         (SPEC, SLOT, "lowers precision; ask for it by name"),
+        (replace(SPEC, shared=replace(FP8, width=33)), ALLOWED, "the shared width is odd, 33"),
         (replace(SPEC, shared=replace(FP8, width=256)), ALLOWED, "the shared expert is 256 wide, a routed slot 192"),
         (
             replace(SPEC, routed=replace(FP8, count=6), shared=ExpertSpec(1, 192, Format.BF16)),
@@ -247,9 +248,9 @@ def test_a_backend_that_was_named_and_refuses_at_packing_is_an_error(fake: Fake)
         without_backend(plan, "a wide span", "cpu")
 
 
-@pytest.mark.parametrize("choice", [{"fold": "sideways"}, {"activations": "int3"}])
+@pytest.mark.parametrize("choice", [{"fold": "sideways"}, {"activations": "int3"}, {"allow_requantize": "no"}])
 def test_an_unknown_choice_names_the_known_ones(choice: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="must be one of"):
+    with pytest.raises(ValueError, match="must be (one of|True or False)"):
         FusionPolicy(**choice)  # type: ignore[arg-type]
 
 

@@ -208,6 +208,8 @@ def slot_obstacles(spec: LayerSpec, policy: FusionPolicy) -> tuple[str, ...]:
             found.append(f"requantising {change} is not supported, only to mxfp4")
         elif not policy.allow_requantize:
             found.append(f"requantising {change} lowers precision; ask for it by name (--allow-requantize)")
+        elif shared.width % 2:
+            found.append(f"requantising {change} puts two columns into a byte; the shared width is odd, {shared.width}")
     elif _storage(shared) != _storage(routed):
         found.append(f"stored differently: shared {shared}, routed {routed}")
     if spec.activation != spec.shared_activation:

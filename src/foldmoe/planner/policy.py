@@ -38,3 +38,5 @@ class FusionPolicy:
         ):
             if found not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; found {found!r}")
+        if not isinstance(self.allow_requantize, bool):
+            raise ValueError(f"allow_requantize must be True or False; found {self.allow_requantize!r}")
