@@ -16,9 +16,12 @@ import foldmoe
 from foldmoe import load_layer
 from foldmoe.cli.main import app
 from foldmoe.verify import passes, verify
+from tests.support.checkpoints import changed_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.support.checkpoints import Change
 
 TINY = Path(foldmoe.__file__).parent / "assets" / "tiny-v4"
 
@@ -32,14 +35,8 @@ def run(*arguments: str) -> tuple[int, str]:
 def tiny(tmp_path: Path) -> Callable[..., Path]:
     """The shipped checkpoint after ``change(tensors, config)``, in one shard."""
 
-    def make(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None], name: str = "changed") -> Path:
-        tensors, config = load_file(TINY / "model.safetensors"), json.loads((TINY / "config.json").read_text())
-        change(tensors, config)
-        folder = tmp_path / name
-        folder.mkdir()
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config))
-        return folder
+    def make(change: Change, name: str = "changed") -> Path:
+        return changed_copy(TINY, tmp_path / name, change)
 
     return make
 

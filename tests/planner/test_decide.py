@@ -250,7 +250,7 @@ def test_a_backend_that_was_named_and_refuses_at_packing_is_an_error(fake: Fake)
 
 @pytest.mark.parametrize("choice", [{"fold": "sideways"}, {"activations": "int3"}, {"allow_requantize": "no"}])
 def test_an_unknown_choice_names_the_known_ones(choice: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="must be (one of|True or False)"):
+    with pytest.raises(ValueError, match=r"must be (one of|True or False)"):
         FusionPolicy(**choice)  # type: ignore[arg-type]
 
 
