@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 def nan_positions(tensor: Tensor, *, e8m0_scales: bool = False) -> Tensor:
     """Indices ``[n, dims]`` of NaN (and Inf) in a stored tensor; E8M0 bytes are read as such when asked."""
     if e8m0_scales:
-        bad = e8m0.as_bytes(tensor) == e8m0.NAN_BYTE
+        stored = e8m0.as_bytes(tensor)
+        if not stored.numel() or int(stored.max()) < e8m0.NAN_BYTE:  # no mask as large as the scales
+            return torch.empty(0, tensor.dim(), dtype=torch.int64)
+        bad = stored == e8m0.NAN_BYTE
     elif tensor.dtype == torch.float8_e4m3fn:
         bad = fp8.nan_mask(tensor)
     elif tensor.is_floating_point() and tensor.dtype not in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2):
