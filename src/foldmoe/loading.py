@@ -52,7 +52,6 @@ def load_layer(
         activation=found.spec.activation,
         shared_activation=found.spec.shared_activation,
         plan=plan,
-        placement=plan.placement,
         consume=True,
         name=found.name,
     )

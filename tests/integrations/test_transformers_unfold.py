@@ -168,3 +168,8 @@ def test_a_name_in_the_policys_place() -> None:
 def test_a_dtype_that_no_layer_runs(dtype: Any) -> None:
     with pytest.raises(TypeError, match=r"dtype must be torch\.bfloat16, torch\.float16 or torch\.float32, found"):
         load(TINY_V4, dtype=dtype)
+
+
+def test_a_device_to_plan_for_alone() -> None:
+    with pytest.raises(ValueError, match=r"device 'h200' is a name to plan for"):
+        load(TINY_V4, device="h200")

@@ -21,6 +21,7 @@ from foldmoe.integrations.transformers.folding import FoldReport, check_policy
 from foldmoe.integrations.transformers.rest import load_rest
 from foldmoe.integrations.transformers.twin import Twins
 from foldmoe.loading import load_layer
+from foldmoe.planner.devices import torch_device
 from foldmoe.planner.policy import FusionPolicy
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def load(
         CheckpointError: no such folder; tensors that are missing, unexpected or damaged, all listed; or a block that
             does more than a folded one would, by name and with the reason (``fold="stock"`` loads such a model).
         TypeError: ``policy`` is no policy, or ``dtype`` none of bfloat16, float16 and float32.
+        ValueError: ``device`` is not here, or unknown to torch.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -64,7 +66,7 @@ def load(
         raise TypeError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, found {dtype!r}")
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; expected one with config.json and .safetensors shards")
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = torch_device(device)
     config = AutoConfig.from_pretrained(path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the experts are ours, the rest is dequantised here
