@@ -17,7 +17,7 @@ GAP = 1e-2
 EDGE = 0.05
 """Quantised values on the edge of two E4M3 numbers fall to either: where tokens differ, they lie closer than this."""
 
-PROMPTS = [[random.Random(seed).randrange(3, 512) for _ in range(48)] for seed in range(6)]
+PROMPTS = [random.Random(seed).choices(range(3, 512), k=48) for seed in range(6)]
 
 Scores = list[list[list[tuple[float, int]]]]
 
@@ -38,9 +38,31 @@ def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
 
 def greedy(server: Server, prompts: list[list[int]]) -> list[list[int]]:
     """The sixteen tokens that it says after each prompt."""
-    body = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answers = [server.post("v1/completions", {"prompt": prompt, **body}) for prompt in prompts]
-    return [answer["choices"][0]["token_ids"] for answer in answers]
+    return [[ranked[0][1] for ranked in said] for said in spoken(server, prompts)]
+
+
+def spoken(server: Server, prompts: list[list[int]]) -> Scores:
+    """Sixteen tokens after each prompt: the one that was said, before those that came next to it.
+
+    Which of two equally likely ones is said, the server decides.
+    """
+    body = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 2, "return_tokens_as_token_ids": True}
+    answers = [
+        server.post("v1/completions", {"prompt": prompt, **body})["choices"][0]["logprobs"] for prompt in prompts
+    ]
+    return [list(map(_ranked, answer["tokens"], answer["top_logprobs"])) for answer in answers]
+
+
+def _ranked(said: str, likeliest: dict[str, float]) -> list[tuple[float, int]]:
+    others = sorted(((score, name) for name, score in likeliest.items() if name != said), reverse=True)
+    return [(score, int(name.removeprefix("token_id:"))) for score, name in [(likeliest[said], said), *others]]
+
+
+def forks(one: Scores, other: Scores) -> list[float]:
+    """Where two that speak say another token for the first time: the first one's gap there."""
+    pairs = [next(((p, q) for p, q in zip(a, b, strict=True) if p[0][1] != q[0][1]), None)
+             for a, b in zip(one, other, strict=True)]  # fmt: skip
+    return sorted(_gap(pair[0]) for pair in pairs if pair)
 
 
 def clear_choices(judge: Server, prompts: list[list[int]], said: list[list[int]]) -> list[tuple[int, int]]:

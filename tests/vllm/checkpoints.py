@@ -29,18 +29,19 @@ COMMON: dict[str, Any] = {
 }
 
 
-def glm(folder: Path, positions: int = COMMON["max_position_embeddings"]) -> Path:
-    """Glm4Moe, a dense layer and a MoE layer of 8 experts, top-2.
+def glm(folder: Path, positions: int = COMMON["max_position_embeddings"], top_k: int = 2) -> Path:
+    """Glm4Moe, a dense layer and a MoE layer of 8 experts.
 
-    One MoE layer: no router follows it, so that rounding cannot change a route (random weights have near ties).
+    One MoE layer: no router follows it, so that its rounding cannot change a route (random weights have near ties).
 
     Args:
         positions: the longest sequence, in tokens.
+        top_k: 8 where attention rounds in two ways, as it does for drafts: no route can change then.
     """
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
     facts = {**COMMON, "max_position_embeddings": positions, "num_hidden_layers": 2, "num_key_value_heads": 2}
-    config = Glm4MoeConfig(head_dim=32, n_routed_experts=8, num_experts_per_tok=2, **facts)
+    config = Glm4MoeConfig(head_dim=32, n_routed_experts=8, num_experts_per_tok=top_k, **facts)
     return _save(Glm4MoeForCausalLM, config, folder)
 
 
@@ -88,7 +89,7 @@ def _save(model_class: Any, config: Any, folder: Path) -> Path:
     torch.manual_seed(0)
     model = model_class(config)
     # Logits below 1: a step of bf16 there is smaller than the gap that the comparison asks for.
-    model.lm_head.weight.data *= 0.25 / (COMMON["initializer_range"] * COMMON["hidden_size"] ** 0.5)
+    model.lm_head.weight.data *= 0.2 / (COMMON["initializer_range"] * COMMON["hidden_size"] ** 0.5)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 

@@ -15,7 +15,18 @@ from foldmoe.evaluate.skills import TINY_V4
 from foldmoe.planner import FusionPolicy
 from foldmoe.verify import verify
 from tests.vllm import checkpoints, standins
-from tests.vllm.agreement import EDGE, PROMPTS, agreement, clear_choices, gaps_of_differing, greedy, running
+from tests.vllm.agreement import (
+    EDGE,
+    GAP,
+    PROMPTS,
+    agreement,
+    clear_choices,
+    forks,
+    gaps_of_differing,
+    greedy,
+    running,
+    spoken,
+)
 from tests.vllm.server import Server
 
 if TYPE_CHECKING:
@@ -53,16 +64,18 @@ def test_folded_names_the_same_tokens_as_stock(
         with pytest.raises(RuntimeError, match="answered 500"):
             folded.post("collective_rpc", {"method": "reload_weights"})
         assert folded.scores(PROMPTS) == found, "a refused reload changed something"
-        said = {server.fold: greedy(server, PROMPTS) for server in (stock, folded)}
-        choices = clear_choices(stock, PROMPTS, said["native"])
+        said = [spoken(server, PROMPTS) for server in (stock, folded)]
     assert "reload_weights is refused and nothing was changed: foldmoe packed" in folded.log
     with running(Server(zeroed, tmp_path / "without", "native", common)) as (without,):
         negative = without.scores(PROMPTS)
 
-    for fold, texts in said.items():
-        print(f"{fold} says {texts[0]}")
-    assert len(choices) > 0.5 * sum(map(len, said["native"]))
-    assert all(token == best for token, best in choices)
+    for server, texts in zip((stock, folded), said, strict=True):
+        print(f"{server.fold} says {[ranked[0][1] for ranked in texts[0]]}")
+    gaps = forks(*said)
+    print(f"{len(gaps)} of {len(PROMPTS)} answers part, at gaps of {gaps}")
+    # As each decodes: where vLLM decodes on a CPU its attention rounds otherwise than in a prompt, stock as well.
+    assert max(gaps, default=0) <= GAP
+    assert len(gaps) < len(PROMPTS) / 2
     clear, same, total = agreement(expected, found)
     worst = max(abs(p[0][0] - dict((t, s) for s, t in q).get(p[0][1], 0)) for a, b in zip(expected, found, strict=True)
                 for p, q in zip(a, b, strict=True))  # fmt: skip
@@ -111,7 +124,7 @@ def test_draft_layers_fold_and_count(tmp_path: Path) -> None:
     DeepSeek-V4's own draft model is not served here, since vLLM's CPU platform has a stub of it that raises;
     ``test_v4_draft`` builds the one for GPUs.
     """
-    model = checkpoints.with_draft(checkpoints.glm(tmp_path / "glm"), tmp_path / "model")
+    model = checkpoints.with_draft(checkpoints.glm(tmp_path / "glm", top_k=8), tmp_path / "model")
     common = ("--skip-tokenizer-init", "--max-num-batched-tokens", "8192", "--max-model-len", "256")
     drafts = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1}))
     stock = Server(model, tmp_path / "stock", "stock", common)
