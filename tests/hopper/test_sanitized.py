@@ -1,11 +1,14 @@
 """Racecheck's report, sorted into hazards that are known and others."""
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="NOT CHECKED: the Hopper kernels need triton (pip install foldmoe[gpu])")
-from tests.hopper import sanitized
+from foldmoe.runtime.offline import standing_in
+from tests.hopper import dispatch, sanitized
 
 BLOCK = """\
 ========= Error: Race reported between Write access at folded_moe+0xec00 in {}:{}
@@ -65,6 +68,18 @@ def test_another_hazard_is_kept_whole(said: str):
     known, others = sanitized.hazards(block(STORE, LOAD) + said)
     assert others == [said.removesuffix("========= \n")]
     assert sum(known.values()) == 1
+
+
+@pytest.mark.parametrize("between", [0, 1, 2])
+def test_dispatch_writes_and_reads_its_word_between_barriers_of_all(between: int):
+    with standing_in("cuda", "sm_90"):
+        out = torch.zeros(dispatch.CTAS * dispatch.ROLES, dtype=torch.int32)
+        kernel = dispatch.dispatched.warmup(out, between, grid=(1,), num_warps=4)
+    words = [line.split()[0] for line in kernel.asm["ptx"].splitlines() if line.strip()]
+    kinds = {"barrier.sync": "B", "st.shared": "W", "ld.shared": "R"}
+    steps = "".join(kinds.get(".".join(word.split(".")[:2]), "") for word in words)
+    assert kernel.metadata.shared < 64, "the kernel shares nothing but the word and an mbarrier"
+    assert re.fullmatch("W+BB+W+BB+RB+", steps)
 
 
 def test_nothing_reported_is_nothing():
