@@ -26,6 +26,15 @@ def test_the_native_folds_five_workloads() -> None:
     assert found.seed == 42
 
 
+def test_steps_guess_what_a_workload_costs() -> None:
+    """Seconds of the folded arm on an H200 (docs/serving.md): output tokens over output tokens a second."""
+    served = {(128, 256, 1, 6): 150, (1024, 128, 1, 6): 137, (1024, 128, 64, 128): 986, (8192, 32, 16, 32): 58.9}
+    served[8192, 1024, 16, 16] = 696
+    rates = [n * out / rate / workloads.Workload(tokens, out, at_once, n).steps
+             for (tokens, out, at_once, n), rate in served.items()]  # fmt: skip
+    assert max(rates) < 5 * min(rates)
+
+
 def test_the_slot_folds_sweep_has_at_least_sixteen_prompts_and_four_for_every_one_in_flight() -> None:
     found = workloads.load("slot-fold").workloads
     assert len(found) == 16

@@ -21,11 +21,11 @@ class Step:
 
     Args:
         name: :data:`START`, or the workload's.
-        tokens: that it reads and writes; 0 for a start.
+        cost: a workload's :attr:`~foldmoe.bench.serve.workloads.Workload.steps`; 0 for a start.
     """
 
     name: str
-    tokens: int = 0
+    cost: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Visit:
     @property
     def steps(self) -> list[Step]:
         """The start, the pass that warms, and the one that counts."""
-        return [Step(START), *(Step(workload.name, workload.tokens) for workload in (*self.warm, *self.workloads))]
+        return [Step(START), *(Step(workload.name, workload.steps) for workload in (*self.warm, *self.workloads))]
 
 
 def visits(result: ServeResult) -> list[Visit]:
@@ -66,7 +66,7 @@ def visits(result: ServeResult) -> list[Visit]:
 
 
 class Clock:
-    """Guesses the time left from what steps of the same name took; a workload never seen costs what its tokens do."""
+    """Guesses the time left from what steps of the same name took; a workload never seen costs what its steps do."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
@@ -75,8 +75,8 @@ class Clock:
     def took(self, step: Step, seconds: float) -> None:
         """Note a step that ended."""
         self._seen.setdefault(step.name, []).append(seconds)
-        if step.tokens:
-            self._rates.append(seconds / step.tokens)
+        if step.cost:
+            self._rates.append(seconds / step.cost)
 
     def left(self, steps: Sequence[Step]) -> float | None:
         """Seconds; None before anything of the kind has been seen."""
@@ -84,8 +84,8 @@ class Clock:
         for step in steps:
             if step.name in self._seen:
                 total += statistics.median(self._seen[step.name])
-            elif step.tokens and self._rates:
-                total += step.tokens * statistics.median(self._rates)
+            elif step.cost and self._rates:
+                total += step.cost * statistics.median(self._rates)
             else:
                 return None
         return total
