@@ -74,7 +74,7 @@ def record(layer: TritonLayer, call: Call, machine: Machine, *, folded: bool = T
 
     launch, config = steps.launch, layer.config
     steps.launch = recorder
-    layer.config = config or choose(layer.routed, layer.shared, *call.topk_ids.shape, machine)
+    layer.config = config or choose(layer.routed, layer.shared, *call.topk_ids.shape, machine, together=folded)
     try:
         layer.forward(call, folded=folded)
     finally:

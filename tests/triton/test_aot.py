@@ -92,6 +92,18 @@ def test_main_layer_prefill(target: str, tmp_path: Path) -> None:
     check(layer_of(*MAIN_LAYER), PREFILL, target, tmp_path)
 
 
+def test_shared_tiles_cost_a_folded_grid_no_registers(tmp_path: Path) -> None:
+    """The shared tile of this batch alone is four times as wide, and one program would fit an SM in place of two."""
+    layer, call, machine = layer_of(*MAIN_LAYER), call_of(128), aot.TARGETS["sm_90"][1]
+    folded, routed, shared = (
+        aot.spills(aot.compile_for(found, "sm_90"), tmp_path)["registers"]
+        for together in (True, False)
+        for found in aot.record(layer, call, machine, folded=together)
+        if found.name == "up"
+    )
+    assert folded <= routed < 65536 // (2 * 256) < shared
+
+
 def test_hopper_multiplies_out_of_registers() -> None:
     """Upcast weights are a register operand of ``wgmma``: words are loaded in its layout and never stored back."""
     for found in aot.record(layer_of(*MAIN_LAYER), call_of(DECODE), aot.TARGETS["sm_90"][1]):

@@ -127,10 +127,12 @@ def test_a_kernel_starts_on_its_tensors_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("machine", [Machine(232448), Machine(65536, most_stages=2), Machine(101376)])
 @pytest.mark.parametrize("tokens", [1, 16, 128, 512, 2048, 8192])
-def test_config(tokens: int, machine: Machine) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_config(tokens: int, together: bool, machine: Machine) -> None:
     layer = pack(*weights("mxfp4-fp8", 8, 64, 64, 64), "fp8")
-    config = choose(layer.routed, layer.shared, tokens, 2, machine)
-    assert config == choose(layer.routed, layer.shared, tokens, 2, machine)
+    config = choose(layer.routed, layer.shared, tokens, 2, machine, together=together)
+    assert config == choose(layer.routed, layer.shared, tokens, 2, machine, together=together)
+    assert (config.up.shared_tokens > config.up.routed_tokens) == (not together and 16 < tokens < 256)
     assert config.up.rows == 128
     assert config.up.routed_tokens == config.down.routed_tokens
     assert config.up.routed_tokens >= min(16, tokens // 4)

@@ -40,7 +40,7 @@ def test_sort_is_stable_and_tiles_cover_it(sort: str, monkeypatch: pytest.Monkey
     ids[ids == 3] = 2
     x = torch.zeros(tokens, 32, dtype=torch.bfloat16)
     call = call_of(replace(random_case(1, 1, 5, 32), x=x, topk_ids=ids, topk_weights=torch.ones(tokens, top_k)))
-    config = choose(layer.routed, None, tokens, top_k, Machine(232448))
+    config = choose(layer.routed, None, tokens, top_k, Machine(232448), together=False)
     step = steps.Step(layer, call, layer.routed, None, config, layer._strays)
     step.prepare()
     flat = ids.flatten()
@@ -84,10 +84,11 @@ def test_more_rows_to_choose_for_change_tiles_and_no_bit() -> None:
     alone, few = layer.forward(call_of(case), folded=True), layer.stats()["config"]
     most = replace(call_of(case), most_rows=steps.ONE_PROGRAM_ROUTES)
     assert torch.equal(layer.forward(most, folded=True), alone)
-    assert layer.stats()["config"] == choose(layer.routed, layer.shared, most.sized_for, TOP_K, layer.machine) != few
+    sets, rows = (layer.routed, layer.shared), most.sized_for
+    assert layer.stats()["config"] == choose(*sets, rows, TOP_K, layer.machine, together=True) != few
     layer.route_share = 1 / 8  # one of eight ranks: an eighth of the routes are its experts'
     assert torch.equal(layer.forward(most, folded=True), alone)
-    assert layer.stats()["config"] == choose(layer.routed, layer.shared, most.sized_for, TOP_K / 8, layer.machine)
+    assert layer.stats()["config"] == choose(*sets, rows, TOP_K / 8, layer.machine, together=True)
 
 
 def test_shared_part_alone() -> None:

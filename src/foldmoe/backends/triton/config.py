@@ -78,16 +78,29 @@ def token_tile(rows: int, most: int) -> int:
 
 
 def choose(
-    routed: Experts | None, shared: Experts | None, tokens: int, routes_per_row: float, machine: Machine
+    routed: Experts | None,
+    shared: Experts | None,
+    tokens: int,
+    routes_per_row: float,
+    machine: Machine,
+    *,
+    together: bool,
 ) -> TritonConfig:
-    """The config for a batch: a routed tile covers the mean tokens of an expert, a shared tile the batch."""
+    """The config for a batch: a routed tile covers the mean tokens of an expert, a shared tile the batch.
+
+    Args:
+        together: both sets are tiles of one grid. Shared tiles are no larger than routed ones then: all programs have
+            the registers of the larger kind, and on Hopper a shared up tile of 32 tokens takes 179 where a routed one
+            of 16 takes 121, so that one program would fit an SM in place of two.
+    """
     mean = int(tokens * routes_per_row / max(routed.count, 1)) if routed is not None else 0
     rows = 64 if tokens <= 128 else 128
     ups = [experts.gate_up if experts else None for experts in (routed, shared)]
     downs = [experts.down if experts else None for experts in (routed, shared)]
     most = machine.most_tokens
     while True:  # until two stages fit in shared memory
-        routed_tile, shared_tile = token_tile(mean, most), token_tile(tokens, most)
+        routed_tile = token_tile(mean, most)
+        shared_tile = routed_tile if together else token_tile(tokens, most)
         up = _gemm(ups, UP_ROWS, 2, (routed_tile, shared_tile), machine)
         down = _gemm(downs, rows, 1, (routed_tile, shared_tile), machine)
         if min(up.stages, down.stages) >= 2 or most <= 16:

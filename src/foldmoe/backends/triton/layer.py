@@ -107,7 +107,10 @@ class TritonLayer(PackedLayer):
             return
         mine = self.routed if routed and top_k and self.routed.count else None
         common = self.shared if shared and not _nowhere(call) else None
-        config = self.config or configs.choose(mine, common, call.sized_for, top_k * self.route_share, self.machine)
+        together = folded and mine is not None and common is not None
+        config = self.config or configs.choose(
+            mine, common, call.sized_for, top_k * self.route_share, self.machine, together=together
+        )
         self._last = config
         step = Step(self, call, mine, common, config, self._strays)
         step.prepare()
