@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from foldmoe.planner import capability
 from tests.support.cases import CASE_NAMES, FLOAT32_TOLERANCE, assert_close, get_case, make_layer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TESTED = {"fold_by_hand", "plan_hub_checkpoint", "compare_arms", "custom_backend"}
+TESTED = {
+    "compare_arms", "custom_backend", "fold_by_hand", "forking_client", "plan_hub_checkpoint", "v4_flash_folder",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +114,70 @@ def test_custom_backend_gives_the_stored_bits_back_and_refuses_by_reason() -> No
     assert back.gate_up.values.equal(routed.gate_up.values)
     with pytest.raises(ValueError, match="dense: activations fp8: this example quantises none"):
         FoldedMoE(routed, shared, policy=FusionPolicy("native", activations="fp8", backend="dense"))
+
+
+def test_v4_flash_without_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sizes are those that Transformers takes V4-Flash to have; prompts of random tokens survive being text."""
+    transformers = pytest.importorskip("transformers.models.deepseek_v4")
+    from transformers import AutoConfig, AutoTokenizer
+
+    run(monkeypatch, "v4_flash_folder", str(tmp_path), "--layers", "6")
+    found, published = AutoConfig.from_pretrained(tmp_path), transformers.DeepseekV4Config()
+    names = """vocab_size hidden_size moe_intermediate_size num_attention_heads num_key_value_heads head_dim q_lora_rank
+        o_groups o_lora_rank num_experts_per_tok n_routed_experts n_shared_experts scoring_func norm_topk_prob
+        routed_scaling_factor max_position_embeddings hc_mult swiglu_limit sliding_window index_n_heads index_head_dim
+        index_topk qk_rope_head_dim"""
+    for name in names.split():
+        assert getattr(found, name) == getattr(published, name), name
+    sparse, dense = "compressed_sparse_attention", "heavily_compressed_attention"
+    assert found.layer_types == ["sliding_attention"] * 2 + [sparse, dense] * 2
+    tokenizer, tokens = AutoTokenizer.from_pretrained(tmp_path), [129279, 3, 4711, 65536]
+    assert tokenizer(tokenizer.decode(tokens))["input_ids"] == tokens
+    with pytest.raises(SystemExit, match="1 to 43"):
+        run(monkeypatch, "v4_flash_folder", str(tmp_path), "--layers", "44")
+
+
+_VLLM = {  # what the client takes of vLLM; its benchmark is done when it printed its arguments
+    "vllm/benchmarks/datasets.py": "",
+    "vllm/benchmarks/serve.py": "",
+    "vllm/tokenizers.py": "def get_tokenizer(): ...",
+    "vllm/utils/argparse_utils.py": "from argparse import ArgumentParser as FlexibleArgumentParser",
+    "vllm/entrypoints/cli/benchmark/serve.py": """
+import os, sys
+class BenchmarkServingSubcommand:
+    def add_cli_args(parser): parser.add_argument("--port", type=int)
+    def cmd(args):
+        print("port", args.port, os.getcwd(), os.environ["WHO"])
+        if args.port == 1: raise RuntimeError("no server there")
+""",
+}
+
+
+def test_a_client_that_forks(tmp_path: Path) -> None:
+    for name, text in _VLLM.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    script, door = str(EXAMPLES / "forking_client.py"), tmp_path / "door"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    server = subprocess.Popen([sys.executable, script, "--listen", str(door)], env=environment, stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        assert b"listening" in server.stdout.readline()
+
+        def client(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-S", "-E", script, "--socket", str(door), *arguments]
+            mine = {**environment, "WHO": "me"}
+            return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=mine, check=False)
+
+        well, failed, misspelt = client("--port", "8000"), client("--port", "1"), client("--prot", "x")
+    finally:
+        server.kill()
+        server.wait()
+    assert (well.returncode, well.stdout) == (0, f"port 8000 {tmp_path} me\n")
+    assert failed.returncode == 1
+    assert "no server there" in failed.stderr
+    assert misspelt.returncode == 2
+    assert "--prot" in misspelt.stderr
+    nobody = client("--port", "8000")
+    assert nobody.returncode == 1
+    assert "Error" in nobody.stderr
