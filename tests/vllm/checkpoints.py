@@ -36,7 +36,7 @@ def glm(folder: Path, positions: int = COMMON["max_position_embeddings"], top_k:
 
     Args:
         positions: the longest sequence, in tokens.
-        top_k: 8 where attention rounds in two ways, as it does for drafts: no route can change then.
+        top_k: 8 where attention rounds in two ways, as it does for drafts and cut in two: no route can change then.
     """
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
@@ -67,8 +67,12 @@ def deepseek_v3(folder: Path) -> Path:
     return saved
 
 
-def qwen(folder: Path) -> Path:
-    """Qwen2Moe, a dense layer and a MoE layer of 8 experts, top-2, with one shared expert behind a gate of its own."""
+def qwen(folder: Path, top_k: int = 2) -> Path:
+    """Qwen2Moe, a dense layer and a MoE layer of 8 experts, with one shared expert behind a gate of its own.
+
+    Args:
+        top_k: see :func:`glm`.
+    """
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     names = "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads norm_topk_prob"
@@ -78,7 +82,7 @@ def qwen(folder: Path) -> Path:
         num_key_value_heads=2,
         mlp_only_layers=[0],
         num_experts=8,
-        num_experts_per_tok=2,
+        num_experts_per_tok=top_k,
         shared_expert_intermediate_size=192,
         **facts,
     )

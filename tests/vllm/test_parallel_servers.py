@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import shlex
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -57,8 +58,8 @@ def _loaded_alike(server: Server, layers: int, words: str, names: tuple[str, str
     ("make", "how", "worker"),
     [
         (checkpoints.glm, DATA_PARALLEL, "Worker_DP{0}_EP{0}"),
-        (checkpoints.glm, TENSOR_PARALLEL, "Worker_TP{0}_EP{0}"),
-        (checkpoints.qwen, SPLIT_EXPERTS, "Worker_TP{0}"),
+        (partial(checkpoints.glm, top_k=8), TENSOR_PARALLEL, "Worker_TP{0}_EP{0}"),
+        (partial(checkpoints.qwen, top_k=8), SPLIT_EXPERTS, "Worker_TP{0}"),
     ],
     ids=["glm-data", "glm-tensor", "qwen-split"],
 )
