@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+from typing import Any
 
 _LONGEST = 1 << 20
 
@@ -19,10 +20,10 @@ def listen(path: str) -> None:
     from vllm.tokenizers import get_tokenizer  # noqa: F401
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    def run(asked: dict[str, object]) -> int:
-        os.chdir(str(asked["folder"]))
+    def run(asked: dict[str, Any]) -> int:
+        os.chdir(asked["folder"])
         os.environ.clear()
-        os.environ.update(asked["environment"])  # type: ignore[call-overload]
+        os.environ.update(asked["environment"])
         parser = FlexibleArgumentParser(prog="vllm bench serve")
         Command.add_cli_args(parser)
         try:
