@@ -89,7 +89,7 @@ def choose(
     """The config for a batch: a routed tile covers the mean tokens of an expert, a shared tile the batch.
 
     Args:
-        together: both sets are tiles of one grid. Shared tiles are no larger than routed ones then: all programs have
+        together: both sets are tiles of one grid. Shared tiles are as large as routed ones then: all programs have
             the registers of the larger kind, and on Hopper a shared up tile of 32 tokens takes 179 where a routed one
             of 16 takes 121, so that one program would fit an SM in place of two.
     """
