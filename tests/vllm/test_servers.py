@@ -73,7 +73,7 @@ def test_folded_names_the_same_tokens_as_stock(
         print(f"{server.fold} says {[ranked[0][1] for ranked in texts[0]]}")
     gaps = forks(*said)
     print(f"{len(gaps)} of {len(PROMPTS)} answers part, at gaps of {gaps}")
-    # As each decodes: where vLLM decodes on a CPU its attention rounds otherwise than in a prompt, stock as well.
+    # As each decodes: vLLM's attention on a CPU gives other numbers there than in a prompt, stock as well.
     assert max(gaps, default=0) <= GAP
     assert len(gaps) < len(PROMPTS) / 2
     clear, same, total = agreement(expected, found)

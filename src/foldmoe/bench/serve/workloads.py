@@ -46,8 +46,8 @@ class Workload:
     @property
     def steps(self) -> float:
         """The server's, a first guess of what the workload costs: requests in flight share each step that writes, and
-        one that reads takes some 256 tokens in the time of one that writes: V4-Flash's layers read 15,000 a second on an
-        H200, 220 in the time of a step that writes for 16 requests (docs/serving.md).
+        one that reads takes some 256 tokens in the time of one that writes. V4-Flash's layers on an H200 read 15,000 a
+        second, 220 in the time of a step that writes for 16 requests (docs/serving.md).
         """
         rounds = -(-self.num_prompts // self.concurrency)
         return rounds * self.output_len + self.num_prompts * self.input_len / _TOKENS_READ_A_STEP
