@@ -29,14 +29,18 @@ def flash(layers: int) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """One word a token, ``w3`` to ``w129279``: a prompt of random tokens is read back as the same tokens."""
+    """One word a token, ``w3`` to ``w129279``: a prompt of random tokens is read back as the same tokens.
+
+    Special tokens have long names, as DeepSeek's have: vLLM refuses a prompt of more characters than
+    ``--max-model-len`` tokens have if each is the longest, and does not count the spaces between words.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<s>": 0, "</s>": 1, "<unk>": 2, **{f"w{number}": number for number in range(3, vocabulary)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    known = {"bos_token": "<|begin_of_sentence|>", "eos_token": "<|end_of_sentence|>", "unk_token": "<unk>"}
+    words = {word: number for number, word in enumerate([*known.values(), *(f"w{i}" for i in range(3, vocabulary))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=known["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    known = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known).save_pretrained(folder)
 
 

@@ -133,6 +133,8 @@ def test_v4_flash_without_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert found.layer_types == ["sliding_attention"] * 2 + [sparse, dense] * 2
     tokenizer, tokens = AutoTokenizer.from_pretrained(tmp_path), [129279, 3, 4711, 65536]
     assert tokenizer(tokenizer.decode(tokens))["input_ids"] == tokens
+    longest = max(map(len, tokenizer.get_vocab()))
+    assert len(tokenizer.decode([129279] * 100)) <= 100 * longest  # vLLM refuses prompts of more characters
     with pytest.raises(SystemExit, match="1 to 43"):
         run(monkeypatch, "v4_flash_folder", str(tmp_path), "--layers", "44")
 

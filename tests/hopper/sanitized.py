@@ -79,7 +79,7 @@ def hazards(said: str) -> tuple[Counter[str], list[str]]:
 
 
 def run_layers() -> None:
-    """What the sanitizer watches."""
+    """What the sanitizer watches. Names the layers that ran in stderr: stdout is the sanitizer's, which cuts lines."""
     import torch
 
     from tests.hopper.gpu_layers import EXPERTS, Shape, case_of, gpu_layer, run
@@ -90,14 +90,14 @@ def run_layers() -> None:
         for tokens in TOKENS:
             y = run(gpu_layer(shape), case_of(shape, tokens, "random"))
             torch.cuda.synchronize()
-            print("hopper", pair, activations, tokens, f"{y.float().abs().mean():.3f}", flush=True)
+            print("hopper", pair, activations, tokens, f"{y.float().abs().mean():.3f}", file=sys.stderr)
     shape = Shape(TRITON_PAIR[0], 256, 192, 128)
     stored = weights(shape.pair, EXPERTS, shape.width, shape.shared_width, shape.hidden, device="cuda")
     layer = pack(*stored, TRITON_PAIR[1])
     for tokens in TOKENS:
         y = layer.forward(call_of(case_of(shape, tokens, "random")), folded=True)
         torch.cuda.synchronize()
-        print("triton", *TRITON_PAIR, tokens, f"{y.float().abs().mean():.3f}", flush=True)
+        print("triton", *TRITON_PAIR, tokens, f"{y.float().abs().mean():.3f}", file=sys.stderr)
 
 
 def main(tool: str) -> int:
@@ -107,13 +107,16 @@ def main(tool: str) -> int:
         command += ["--kernel-name", "kns=folded_moe"]
     layers = [sys.executable, "-m", "tests.hopper.sanitized", "layers"]
     apart = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    said = subprocess.run([*command, *layers], stdout=subprocess.PIPE, text=True, env=apart).stdout
+    watched = subprocess.run([*command, *layers], capture_output=True, text=True, env=apart)
+    said = watched.stdout
     known, others = hazards(said)
     print("".join(others) if tool == "racecheck" else said)
     for kind, count in known.items():
         print(f"{count} hazards whose order racecheck does not see: {kind}")
-    ran = len(re.findall(r"^(?:hopper|triton) \S+-\S+ \S+ \d+ [\d.]+$", said, re.MULTILINE))
+    ran = len(re.findall(r"^(?:hopper|triton) \S+-\S+ \S+ \d+ [\d.]+$", watched.stderr, re.MULTILINE))
     wanted = len(TOKENS) * (len(PAIRS) + 1)
+    if ran < wanted:
+        print(watched.stderr)
     summary = re.search(r"SUMMARY: (\d+) .*", said)
     print(f"{ran} of {wanted} layers ran; {tool}: {summary[0] if summary else 'no summary'}")
     expected = known.total() if tool == "racecheck" else 0

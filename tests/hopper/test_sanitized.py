@@ -96,30 +96,32 @@ ENDED = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n
 
 
 @pytest.mark.parametrize(
-    ("tool", "said", "code"),
+    ("tool", "said", "ran", "code"),
     [
-        ("racecheck", block(STORE, LOAD) + RAN + ENDED, 0),
-        ("racecheck", block(STORE, STORE) + RAN + ENDED, 1),
-        ("racecheck", block(STORE, LOAD) + RAN, 1),  # it ended early
-        ("racecheck", RAN + ENDED, 1),  # a hazard that was not understood
-        ("racecheck", RAN[:40] + ENDED, 1),
-        ("racecheck", "", 1),
-        ("memcheck", RAN[: RAN.index("triton")] + "========= ERROR SUMMARY: 0 errors\n", 1),
-        ("memcheck", RAN + "========= ERROR SUMMARY: 0 errors\n", 0),
-        ("memcheck", RAN + "========= ERROR SUMMARY: 7 errors\n", 1),
+        ("racecheck", block(STORE, LOAD) + ENDED, RAN, 0),
+        ("racecheck", block(STORE, STORE) + ENDED, RAN, 1),
+        ("racecheck", block(STORE, LOAD), RAN, 1),  # it ended early
+        ("racecheck", ENDED, RAN, 1),  # a hazard that was not understood
+        ("racecheck", block(STORE, LOAD) + ENDED, RAN[:40], 1),
+        ("racecheck", "", "", 1),
+        ("memcheck", "========= ERROR SUMMARY: 0 errors\n", RAN[: RAN.index("triton")], 1),
+        ("memcheck", "========= ERROR SUMMARY: 0 errors\n", RAN, 0),
+        ("memcheck", "========= ERROR SUMMARY: 7 errors\n", RAN, 1),
     ],
 )
 def test_the_command_fails_on_anything_else_and_where_layers_did_not_run(
     tool: str,
     said: str,
+    ran: str,
     code: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     (tmp_path / "said").write_text(said)
+    (tmp_path / "ran").write_text(ran)
     sanitizer = tmp_path / "compute-sanitizer"
-    sanitizer.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {tmp_path}/said\n')
+    sanitizer.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {tmp_path}/said\ncat {tmp_path}/ran >&2\n')
     sanitizer.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert sanitized.main(tool) == code
@@ -129,3 +131,4 @@ def test_the_command_fails_on_anything_else_and_where_layers_did_not_run(
     printed = capsys.readouterr().out
     assert ("Race reported" in printed) == (block(STORE, STORE) in said)
     assert "layers ran" in printed
+    assert (ran in printed) == (ran != RAN)  # what there is of a run that stopped
