@@ -53,6 +53,8 @@ def test_what_is_kept_of_a_run_and_of_its_server(tmp_path: Path) -> None:
     assert (run.workload, run.requested, run.completed, run.short, run.invalid) == (NAME, 6, 6, 0, ())
     assert {"output_throughput", "mean_tpot_ms", "median_itl_ms", "p99_ttft_ms"} <= set(run.metrics)
     assert len(run.latencies) == len(set(run.texts)) == 6
+    assert run.longest_gap is not None
+    assert 0 < run.longest_gap < max(run.latencies)
     assert run.prefix_hits == 0.0
     assert record.versions == {"foldmoe": "0", "vllm": "0.32.0+fake", "torch": "2"}
     assert (record.model_load_bytes, record.workspace_bytes, record.kv_blocks) == (3 * 2**20, 2**20, 77)

@@ -93,6 +93,26 @@ def test_a_run_that_compiled_kernels_is_an_outlier_however_fast() -> None:
     assert [found.run.repeat for found in summary.outliers(made)] == [2]
 
 
+@pytest.mark.parametrize(
+    ("gap", "p95", "still"),
+    [
+        (41.3, 172.0, 41.3),
+        (1.9, 20.0, None),
+        (2.1, 20.0, 2.1),
+        (3.0, 400.0, None),
+        (None, 20.0, None),
+        (41.3, None, 41.3),
+    ],
+)
+def test_a_run_whose_server_stood_still_is_an_outlier_in_a_single_repeat(
+    gap: float | None, p95: float | None, still: float | None
+) -> None:
+    made = result(serial=[100.0])
+    metrics = made.runs[0].metrics | ({"p95_itl_ms": p95} if p95 else {})
+    made.runs[0] = replace(made.runs[0], longest_gap=gap, metrics=metrics)
+    assert [found.still for found in summary.outliers(made)] == ([still] if still else [])
+
+
 def test_equal_texts_are_counted_over_the_repeats_that_both_arms_have() -> None:
     made = result(serial=[1.0, 1.0], folded=[1.0, 1.0, 1.0])
     made.runs = [replace(r, texts=("a", "b", "c" if r.arm == "serial" else "d")) for r in made.runs]

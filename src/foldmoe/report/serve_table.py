@@ -105,6 +105,7 @@ def remarks(result: ServeResult) -> list[str]:
         run = outlier.run
         facts = [f"took {outlier.factor:.2f} times the others' median"] if outlier.factor else []
         facts += [f"request {outlier.slowest} stands out"] if outlier.slowest is not None else []
+        facts += [f"no token came for {outlier.still:.1f} s"] if outlier.still is not None else []
         facts += [f"compiled {', '.join(run.compiled)}"] if run.compiled else []
         lines.append(f"outlier: {_place(run)}: {'; '.join(facts)}")
     for arm in result.served:

@@ -136,4 +136,5 @@ def checked(found: dict[str, Any], workload: Workload, *, arm: str, repeat: int,
         tuple(invalid),
         tuple(first + sum(rest) for first, rest in zip(found["ttfts"], found["itls"], strict=True)),
         tuple(hashlib.sha256(text.encode()).hexdigest()[:8] for text in found["generated_texts"]),
+        longest_gap=max((gap for gaps in found["itls"] for gap in gaps), default=0.0),
     )

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})?\s+(\S+)$", re.M)
 _BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
-_COMPILED = re.compile(r"(?:compilation|tuning)\b.* during inference: ([^\s(.]+)", re.I)
+_COMPILED = re.compile(
+    r"(?:(?:compilation|tuning)\b.* during inference: |TileLang begins to compile kernel `)([^\s(.`]+)", re.I
+)
 _WEIGHTS = re.compile(r"Model loading took ([\d.]+) GiB")
 _UNTUNED = re.compile(r"Using default \S.* config\..*?Config file not found at [\['\"]*([^'\"\]\n]+)")
 _TUNED = re.compile(r"Using configuration from (\S+) for ")

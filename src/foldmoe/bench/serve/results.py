@@ -38,6 +38,7 @@ class Run:
         texts: a digest of every answer's text, by request.
         prefix_hits: share of prompt tokens that the server took from its prefix cache; None where it does not say.
         compiled: kernels that the server's log says it compiled or tuned during the run.
+        longest_gap: seconds between two tokens of an answer, the most; None in files of before it was kept.
     """
 
     arm: str
@@ -53,6 +54,7 @@ class Run:
     texts: tuple[str, ...] = ()
     prefix_hits: float | None = None
     compiled: tuple[str, ...] = ()
+    longest_gap: float | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ METRICS = {
 
 _SLOW_RUN = 1.1
 _SLOW_REQUEST = 2.0
+_STILL_SECONDS, _STILL_FACTOR = 2.0, 10.0
+"""A gap between two tokens that no step explains: longer than this, and than so many times nearly all gaps."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,19 @@ class Change:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A run that took far longer than the same arm's others, or that compiled kernels.
+    """A run that took far longer than the same arm's others, that compiled kernels, or whose server stood still.
 
     Args:
         run: the run.
         factor: its time over the median of the others'; None where there are none.
         slowest: index of the request that lost most, None where no request stands out.
+        still: seconds for which no token came, where no step takes as long; None where there was no such gap.
     """
 
     run: Run
     factor: float | None
     slowest: int | None
+    still: float | None = None
 
 
 def valid(result: ServeResult, arm: str, workload: str) -> list[Run]:
@@ -129,16 +133,26 @@ def change(result: ServeResult, before: str, after: str, workload: str, metric: 
 
 
 def outliers(result: ServeResult) -> list[Outlier]:
-    """Runs that compiled kernels while they were measured, or took 10 % longer than the arm's other repeats."""
+    """Runs that compiled kernels while they were measured, took 10 % longer than the arm's others, or stood still.
+
+    A server that compiles without a word stands still, which shows in a single repeat too.
+    """
     found = []
     for run in result.runs:
         if run.invalid:
             continue
         others = [other for other in valid(result, run.arm, run.workload) if other.repeat != run.repeat]
         factor = run.seconds / statistics.median(o.seconds for o in others) if others else None
-        if run.compiled or (factor is not None and factor > _SLOW_RUN):
-            found.append(Outlier(run, factor, _slowest(run, others)))
+        still = _still(run)
+        if run.compiled or still is not None or (factor is not None and factor > _SLOW_RUN):
+            found.append(Outlier(run, factor, _slowest(run, others), still))
     return found
+
+
+def _still(run: Run) -> float | None:
+    usual = run.metrics.get("p95_itl_ms", 0.0) / 1e3
+    gap = run.longest_gap or 0.0
+    return gap if gap > max(_STILL_SECONDS, _STILL_FACTOR * usual) else None
 
 
 def _slowest(run: Run, others: list[Run]) -> int | None:
