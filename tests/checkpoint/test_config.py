@@ -52,3 +52,9 @@ def test_null_zero_and_lists_say_nothing() -> None:
     assert ModelFacts.of({"moe_topk": [8, 8], "moe_intermediate_size": [3072, 3072]}) == ModelFacts()
     facts = ModelFacts.of({"swiglu_limit": 10, "routed_scaling_factor": 2, "num_experts": 4, "moe_topk": 2})
     assert facts == ModelFacts(activation=Activation(10.0), routed_scale=2.0, experts=4, top_k=2)
+
+
+def test_keys_of_ernie() -> None:
+    transformers = pytest.importorskip("transformers", reason="NOT CHECKED: Ernie's config is Transformers'")
+    facts = ModelFacts.of(transformers.Ernie4_5_MoeConfig(moe_k=6, moe_num_shared_experts=2).to_dict())
+    assert (facts.experts, facts.top_k, facts.width, facts.shared_width) == (64, 6, 1536, 3072)

@@ -74,7 +74,7 @@ class ModelFacts:
         if width is None and keys.first("num_local_experts"):
             width = keys.count("intermediate_size")
         experts = keys.count("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-        routes = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+        routes = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
         return cls(
             hidden=keys.count("hidden_size"),
             layers=keys.count("num_hidden_layers"),
@@ -140,7 +140,7 @@ class _Keys:
 
 def _shared_width(keys: _Keys, width: int | None) -> int | None:
     stated = keys.count("shared_expert_intermediate_size", "shared_intermediate_size")
-    count = keys.count("n_shared_experts", "num_shared_experts")
+    count = keys.count("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     if stated is not None:
         return stated * (count or 1)
     return width * count if width is not None and count else None
