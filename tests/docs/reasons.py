@@ -33,7 +33,7 @@ SOURCES = {
     "integrations/transformers/blocks.py": ("obstacles",),
     "integrations/transformers/folding.py": ("_decide",),
     "integrations/transformers/loading.py": ("_load_blocks",),
-    "integrations/transformers/twin.py": ("_objection",),
+    "integrations/transformers/twin.py": ("_routed_scale",),
     "integrations/vllm/versions.py": ("objection",),
     "integrations/vllm/refusals.py": ("of_routed", "_new_weights", "_activation", "of_runner"),
     "integrations/vllm/layers.py": ("_raw", "__init__"),
@@ -52,7 +52,7 @@ NO_REASONS = {
     "planner/checkpoint.py": ("reasons",),
     "planner/decide.py": ("_first",),  # puts a backend's name in front
     "integrations/transformers/folding.py": ("_swap",),  # asks the layer
-    "integrations/transformers/twin.py": ("objection",),  # asks _objection
+    "integrations/transformers/twin.py": ("routed_scale",),  # asks _routed_scale
     "integrations/vllm/advice.py": ("command",),  # advice on a command line, not reasons of a layer
     "integrations/vllm/layers.py": ("_decide",),  # asks refusals.py and the planner
 }

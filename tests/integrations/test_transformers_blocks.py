@@ -72,9 +72,7 @@ def answer(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        pytest.param(LAGUNA, {"moe_routed_scaling_factor": 2.5}, "LagunaSparseMoeBlock does more", id="factor"),
-        pytest.param(STEP, {"moe_router_scaling_factor": 3.0}, "Step3p7SparseMoeBlock does more", id="step factor"),
-        pytest.param(STEP, {"moe_router_scaling_factor": 1.0, "swiglu_limits": [0, 0, 0, 0.5]}, "more", id="clamp"),
+        pytest.param(STEP, {"moe_router_scaling_factor": 3.0, "swiglu_limits": [0, 0, 0, 0.5]}, "more", id="clamp"),
         pytest.param(
             COHERE, {"num_shared_experts": 2, "shared_expert_combination_strategy": "average"}, "more", id="average"
         ),
@@ -107,11 +105,12 @@ def test_a_block_that_does_more_stays_stock(kind: Kind, options: dict[str, Any],
         pytest.param(ERNIE, {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1}, id="ernie"),
         pytest.param(COHERE, {"num_shared_experts": 2, "shared_expert_combination_strategy": "sum"}, id="cohere"),
         pytest.param(LAGUNA, {"moe_routed_scaling_factor": 1.0}, id="laguna"),
-        pytest.param(STEP, {"moe_router_scaling_factor": 1.0}, id="step"),
+        pytest.param(LAGUNA, {"moe_routed_scaling_factor": 2.5}, id="laguna's factor"),
+        pytest.param(STEP, {"moe_router_scaling_factor": 3.0}, id="step's factor"),
         pytest.param(("flint", "FlintSparseMoeBlock", "FlintConfig"), {}, id="flint"),
     ],
 )
-def test_the_same_classes_fold_where_they_do_no_more(kind: Kind, options: dict[str, Any]) -> None:
+def test_classes_fold_where_they_do_no_more_than_scale_the_routed_sum(kind: Kind, options: dict[str, Any]) -> None:
     model = holder(kind, **options)
     before = answer(model)
     assert len(fold(model, FusionPolicy("native"), quiet=True).plans) == 1
@@ -256,7 +255,21 @@ def laguna(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("how", ["native", "off"])
-def test_loading_such_a_model_is_an_error_that_names_the_block(laguna: Path, how: Any) -> None:
+def test_a_factor_of_the_block_is_loaded_too(laguna: Path, how: Any) -> None:
+    stock = transformers.AutoModelForCausalLM.from_pretrained(laguna, dtype=torch.float32).eval()
+    loaded = load(laguna, FusionPolicy(how), dtype=torch.float32, quiet=True)
+    blocks = [module for module in loaded.modules() if isinstance(module, FoldedBlock)]
+    assert {block.routed_scale for block in blocks} == {2.5}
+    assert relative_error(logits(loaded), logits(stock)) < 1e-5
+
+
+@pytest.mark.parametrize("how", ["native", "off"])
+def test_loading_a_model_that_does_more_is_an_error_that_names_the_block(
+    laguna: Path, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = import_module("transformers.models.laguna.modeling_laguna").LagunaSparseMoeBlock
+    plain = block.forward
+    monkeypatch.setattr(block, "forward", lambda self, x: plain(self, x).tanh())
     with pytest.raises(CheckpointError, match=r"layers\.\d\.mlp: LagunaSparseMoeBlock does more .* FusionPolicy\('sto"):
         load(laguna, FusionPolicy(how), dtype=torch.float32, quiet=True)
 

@@ -54,6 +54,12 @@ class MoEBlock:
         return int(getattr(self.gate, "top_k", -1))
 
     @property
+    def routed_scaling_factor(self) -> float:
+        """What the block states; its gate may apply it already. 1 where it states none."""
+        stated = getattr(self.module, "routed_scaling_factor", None)
+        return float(stated) if isinstance(stated, int | float) else 1.0
+
+    @property
     def hashed(self) -> bool:
         """Experts are looked up by token id: the gate wants ``input_ids``."""
         return "input_ids" in inspect.signature(self.gate.forward).parameters
@@ -168,14 +174,20 @@ class FoldedBlock(nn.Module):
     """Router, then routed and shared experts in one call.
 
     Keeps the stock block aside, weights released, for :func:`unfold`.
+
+    Args:
+        block: the stock block.
+        moe: its experts.
+        routed_scale: of the routed sum, where the gate's weights leave it out.
     """
 
-    def __init__(self, block: MoEBlock, moe: FoldedMoE) -> None:
+    def __init__(self, block: MoEBlock, moe: FoldedMoE, routed_scale: float = 1.0) -> None:
         super().__init__()
         self.gate = block.gate
         self.shared_expert_gate = block.shared_gate
         self.moe = moe
         self.hashed = block.hashed
+        self.routed_scale = routed_scale
         # Out of reach of named_modules(): the stock block's parameters are empty and belong to no state dict.
         object.__setattr__(self, "stock", block)
 
@@ -186,7 +198,9 @@ class FoldedBlock(nn.Module):
         shared_weights = None
         if self.shared_expert_gate is not None:
             shared_weights = torch.sigmoid(self.shared_expert_gate(x)).flatten().to(torch.float32)
-        y: Tensor = self.moe(x, ids, weights.to(torch.float32), shared_weights=shared_weights)
+        y: Tensor = self.moe(
+            x, ids, weights.to(torch.float32), shared_weights=shared_weights, routed_scale=self.routed_scale
+        )
         return y.view(hidden_states.shape)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -78,7 +78,7 @@ def fold(model: nn.Module, policy: FusionPolicy | None = None, *, quiet: bool = 
     twins, report = Twins(), FoldReport()
     decided = [(block, _decide(block, policy, twins)) for block in moe_blocks(model)]
     for block, decision in decided:
-        outcome = _swap(model, block, decision) if isinstance(decision, LayerPlan) else decision
+        outcome = _swap(model, block, decision) if isinstance(decision, _Decision) else decision
         if isinstance(outcome, LayerPlan):
             report.plans.append(outcome)
         else:
@@ -106,7 +106,14 @@ def _check_root(model: nn.Module, names: list[str]) -> None:
         )
 
 
-def _decide(block: MoEBlock, policy: FusionPolicy | None, twins: Twins) -> LayerPlan | tuple[str, ...]:
+class _Decision(NamedTuple):
+    """How a block runs; ``routed_scale`` as in :class:`FoldedBlock`."""
+
+    plan: LayerPlan
+    routed_scale: float
+
+
+def _decide(block: MoEBlock, policy: FusionPolicy | None, twins: Twins) -> _Decision | tuple[str, ...]:
     """How the block will run, or why it stays."""
     obstacles = block.obstacles()
     if obstacles:
@@ -128,18 +135,18 @@ def _decide(block: MoEBlock, policy: FusionPolicy | None, twins: Twins) -> Layer
     plan = plan_layer(spec, policy, device)
     if plan.arm == "stock":
         return plan.reasons
-    objection = twins.objection(block, spec)
-    return (objection,) if objection else plan
+    scale = twins.routed_scale(block, spec)
+    return (scale,) if isinstance(scale, str) else _Decision(plan, scale)
 
 
-def _swap(model: nn.Module, block: MoEBlock, plan: LayerPlan) -> LayerPlan | tuple[str, ...]:
+def _swap(model: nn.Module, block: MoEBlock, decision: _Decision) -> LayerPlan | tuple[str, ...]:
     """What runs in the block's place, or why nothing of ours does; the block then still has its weights."""
     routed, shared = block.weights()
     try:
-        moe = FoldedMoE(routed, shared, activation=block.activation(), plan=plan, consume=True)
+        moe = FoldedMoE(routed, shared, activation=block.activation(), plan=decision.plan, consume=True)
     except ValueError as error:
         return (str(error),)
-    model.set_submodule(block.name, FoldedBlock(block, moe))
+    model.set_submodule(block.name, FoldedBlock(block, moe, decision.routed_scale))
     block.release()
     return moe.plan
 

@@ -133,9 +133,9 @@ def _load_blocks(
         obstacles = block.obstacles()
         if obstacles:
             raise CheckpointError(f"{block.name}: {'; '.join(obstacles)}")
-        objection = None if stock or isinstance(layer.spec, OpaqueLayer) else twins.objection(block, layer.spec)
-        if objection:
-            raise CheckpointError(f"{block.name}: {objection}; FusionPolicy('stock') loads Transformers' own blocks")
+        scale = 1.0 if stock or isinstance(layer.spec, OpaqueLayer) else twins.routed_scale(block, layer.spec)
+        if isinstance(scale, str):
+            raise CheckpointError(f"{block.name}: {scale}; FusionPolicy('stock') loads Transformers' own blocks")
         moe = load_layer(headers, layer.name, policy=FusionPolicy(fold="off") if stock else policy, device=device)
         block.module.requires_grad_(False)
         if stock:
@@ -144,7 +144,7 @@ def _load_blocks(
             block.restore(routed, shared)
             report.refused[block.name] = ("the policy leaves the engine's own layer in place",)
         else:
-            model.set_submodule(block.name, FoldedBlock(block, moe))
+            model.set_submodule(block.name, FoldedBlock(block, moe, scale))
             report.plans.append(moe.plan)
         taken.update(set(layer.block.names()) - set(layer.block.router.values()))
         if progress:

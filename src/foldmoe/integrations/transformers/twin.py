@@ -1,7 +1,8 @@
 """Does a folded block compute what the stock block computes? Asked before any weight moves.
 
-A block may do more than its parts show: scale the routed sum, norm the result, clamp after the activation. So the stock
-class runs beside the folded block on a few rows, and the two must agree. Not the block itself runs but its twin: the
+A block may do more than its parts show: norm the result, clamp after the activation, scale the routed sum (which some
+gates do already). So the stock class runs beside the folded block on a few rows, and the two must agree, with the
+factor that the block states if not without. Not the block itself runs but its twin: the
 same classes and attributes, experts four columns wide, random float32 weights on the CPU. That needs no weights (a
 model that is still to be loaded has none), asks for little memory (``E * 48 H`` bytes for E routed experts of hidden
 size H, while it runs) and compares formulas only: no rounding, no quantised activation and no kernel blurs the answer.
@@ -44,10 +45,10 @@ class Twins:
     """What was found, by everything about a block that its weights do not say: layers of a model are mostly alike."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, str | None] = {}
+        self._known: dict[Hashable, float | str] = {}
 
-    def objection(self, block: MoEBlock, spec: LayerSpec) -> str | None:
-        """Why a folded block would not compute what ``block`` computes; None where the two agree.
+    def routed_scale(self, block: MoEBlock, spec: LayerSpec) -> float | str:
+        """The factor of the routed sum with which a folded block computes what ``block`` does; or why none does.
 
         Args:
             block: one without obstacles; its weights are not read and may be anywhere.
@@ -56,12 +57,12 @@ class Twins:
         key = _key(block, spec)
         if key not in self._known:
             with torch.device("cpu"):
-                self._known[key] = _objection(block, spec)
+                self._known[key] = _routed_scale(block, spec)
         return self._known[key]
 
 
-def _objection(block: MoEBlock, spec: LayerSpec) -> str | None:
-    """Why the twins disagree; None where they agree."""
+def _routed_scale(block: MoEBlock, spec: LayerSpec) -> float | str:
+    """The factor with which the twins agree, or why they disagree."""
     random = torch.Generator().manual_seed(0)
     twin = _twin(block, random)
     rows = torch.tensor(_SCALES).repeat_interleave(_ROWS)
@@ -77,23 +78,31 @@ def _objection(block: MoEBlock, spec: LayerSpec) -> str | None:
             return f"{kind} cannot be compared with a folded block: {_line(error)}"
         if not isinstance(stock, Tensor) or stock.shape != (1, *x.shape):
             return f"{kind} returns {type(stock).__name__}, where a folded block returns one tensor like its input"
-        try:
-            folded = _folded(twin, spec)(x[None].clone(), **options)
-        except Exception as error:
-            return f"{kind} runs, folded it does not: {_line(error)}"
-    finite = stock[0].isfinite().all(-1)
-    pairs = zip(folded[0, finite], stock[0, finite], strict=True)
-    difference = max((relative_error(y, y0) for y, y0 in pairs), default=float("nan"))
-    if difference <= TOLERANCE:
-        return None
-    return f"{kind} does more than gate, routed experts and shared expert: folded, a row differs by {difference:.1e}"
+        differences = []
+        for scale in dict.fromkeys((1.0, block.routed_scaling_factor)):
+            try:
+                folded = _folded(twin, spec, scale)(x[None].clone(), **options)
+            except Exception as error:
+                return f"{kind} runs, folded it does not: {_line(error)}"
+            differences.append(_difference(folded[0], stock[0]))
+            if differences[-1] <= TOLERANCE:
+                return scale
+    least = min(differences)
+    return f"{kind} does more than gate, routed experts and shared expert: folded, a row differs by {least:.1e}"
+
+
+def _difference(y: Tensor, expected: Tensor) -> float:
+    """Of the row that differs most, of those that are finite where expected."""
+    finite = expected.isfinite().all(-1)
+    pairs = zip(y[finite], expected[finite], strict=True)
+    return max((relative_error(row, row0) for row, row0 in pairs), default=float("nan"))
 
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _folded(twin: MoEBlock, spec: LayerSpec) -> FoldedBlock:
+def _folded(twin: MoEBlock, spec: LayerSpec, routed_scale: float) -> FoldedBlock:
     moe = FoldedMoE(
         *twin.weights(),
         activation=spec.activation,
@@ -102,7 +111,7 @@ def _folded(twin: MoEBlock, spec: LayerSpec) -> FoldedBlock:
         name=twin.name,
         top_k=spec.top_k,
     )
-    return FoldedBlock(twin, moe)
+    return FoldedBlock(twin, moe, routed_scale)
 
 
 def _key(block: MoEBlock, spec: LayerSpec) -> Hashable:
