@@ -15,6 +15,10 @@ settings.register_profile(
 )
 settings.load_profile("foldmoe")
 
+# Shells start background jobs with SIGINT ignored, and what tests start and interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # `timeout` ends a run with SIGTERM, which would leave the servers that tests started behind.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 

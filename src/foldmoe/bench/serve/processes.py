@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,7 +35,7 @@ class Child:
         self.command = list(command)
         self.log = log
         try:
-            with log.open("wb") as output:
+            with log.open("wb") as output, _interruptible():
                 self._process = subprocess.Popen(
                     self.command,
                     stdin=subprocess.DEVNULL,
@@ -96,13 +97,33 @@ class Child:
 
 
 @contextmanager
+def _interruptible() -> Iterator[None]:
+    """Children start with SIGINT as it usually is: they would inherit that we ignore it, as shells make background jobs
+    do, and could not be asked to end.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if not ignored or threading.current_thread() is not threading.main_thread():  # others may not set handlers
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: None)  # a handler, unlike SIG_IGN, ends with our program
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise :class:`KeyboardInterrupt`, as Ctrl-C does: children are ended, results kept."""
+    """SIGTERM and SIGHUP raise :class:`KeyboardInterrupt`, as Ctrl-C does: children are ended, results kept.
+
+    What is ignored stays so: ``nohup`` is there to outlive a terminal.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:
