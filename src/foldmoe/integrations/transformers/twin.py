@@ -2,10 +2,10 @@
 
 A block may do more than its parts show: norm the result, clamp after the activation, scale the routed sum (which some
 gates do already). So the stock class runs beside the folded block on a few rows, and the two must agree, with the
-factor that the block states if not without. Not the block itself runs but its twin: the
-same classes and attributes, experts four columns wide, random float32 weights on the CPU. That needs no weights (a
-model that is still to be loaded has none), asks for little memory (``E * 48 H`` bytes for E routed experts of hidden
-size H, while it runs) and compares formulas only: no rounding, no quantised activation and no kernel blurs the answer.
+factor that the block states if not without. Not the block itself runs but its twin: the same classes and attributes,
+experts four columns wide, random float32 weights on the CPU. That needs no weights (a model that is still to be loaded
+has none), asks for little memory (``E * 48 H`` bytes for E routed experts of hidden size H, while it runs) and compares
+formulas only: no rounding, no quantised activation and no kernel blurs the answer.
 What kernels compute is the question of :func:`foldmoe.verify.verify`.
 """
 
