@@ -1,7 +1,6 @@
 """Times on a Hopper GPU, for developers: every arm against the floor, then other tiles and prologues.
 
     python -m tests.hopper.tune [--token] [--tune [--write]] [SHAPE:M,M,.. ..]    # A:1,8,32,128,512,2048
-    ncu --clock-control none -k folded_moe --launch-skip 2 --launch-count 1 python -m tests.hopper.tune --once D:2048
 
 Microseconds a layer over CUDA-graph replays of eight batches and two sets of weights, every kernel included. fold: one
 launch; serial: routed, then shared; dual: both at once on two streams; pro: the prologue alone. ratio: fold / floor, a
@@ -205,11 +204,10 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="other tiles and prologues instead of other arms")
     parser.add_argument("--token", action="store_true", help="activations with one scale a token (fp8_token)")
     parser.add_argument("--write", action="store_true", help="keep what beats the heuristic in tuned.json")
-    parser.add_argument("--once", action="store_true", help="three folded calls a point, for a profiler; no times")
     options = parser.parse_args()
     asked = [(name, sizes) for name, _, sizes in (p.partition(":") for p in options.points)]
     points = [Point(name, int(m)) for name, sizes in asked for m in sizes.split(",")]
-    failed = set() if options.once else compile_all(points, options.tune, options.token)
+    failed = compile_all(points, options.tune, options.token)
     held: tuple[str, list[Weights]] = ("", [])
     for point in points:
         if held[0] != point.shape:
@@ -218,12 +216,6 @@ def main() -> None:
             held = (point.shape, [layer(shape, shape.precision(options.token)) for _ in range(2)])
         weights = held[1]
         chosen = launch.choose(weights[0], point.calls[0], point.share).config
-        if options.once:
-            for call in point.calls[:3]:
-                launch.run(weights[0], call, route_share=point.share)
-            torch.cuda.synchronize()
-            print(f"{point.shape} M {point.tokens}: {chosen.describe()}")
-            continue
         fold = arm(weights, point)
         print(f"{point.shape} M {point.tokens:5d} floor {point.floor:7.1f} fold {fold:7.1f}", end=" ")
         print(f"ratio {fold / point.floor:.2f} pro {prologue(weights, point):.1f}  {chosen.describe()}", flush=True)
