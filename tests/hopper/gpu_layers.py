@@ -122,12 +122,15 @@ SHAPES = (
     Shape("bf16-bf16", 256, 3072, 64, "bf16"),
     Shape("bf16-bf16", 384, 288, 0, "bf16"),
 )
-"""Four for each of the formats, over all widths. Scales of powers of two take the launch that float scales take."""
+"""Four for each of the formats, over all widths. But where K is cut, scales of powers of two take the
+launch that float scales take.
+"""
 
 
 def config(shape: Shape, tokens: int, top_k: int = TOP_K) -> heuristics.HopperConfig:
     """What a batch compiles."""
-    return heuristics.choose(shape.geometry, tokens, top_k, EXPERTS)
+    powers = not shape.shared_width or shape.pair == "mxfp4-fp8_e8m0"
+    return heuristics.choose(shape.geometry, tokens, top_k, EXPERTS, powers)
 
 
 @cache

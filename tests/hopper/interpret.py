@@ -73,10 +73,10 @@ def check(
     assert head == [len(want.tiles), -(-(end - begin) // 8), begin, end, 0, 0, 0, 0], head
     assert len(want.rows) <= workspace.sorted_rows(m, k, experts, shared) <= b.row_capacity
     n = len(want.tiles)
-    table = b.control[16 : 16 + 5 * b.capacity].view(5, b.capacity)[:, :n]
+    table = b.control[workspace.HEAD :][: 5 * b.capacity].view(5, b.capacity)[:, :n]
     assert torch.equal(table, torch.tensor(want.tiles, dtype=torch.int32).view(n, 5).T), (table, want.tiles)
     assert not (table[3] % 4).any()
-    done = b.control[16 + 5 * b.capacity :]
+    done = b.control[workspace.HEAD + 5 * b.capacity :]
     assert not done[:n].any()
     assert not done[b.capacity :][: head[1]].any()
     live = torch.arange(m)[:, None] < valid

@@ -70,6 +70,7 @@ def compile_config(config):
             wide,
             wide,
             word,
+            wide,
             word,
             3,
             512,

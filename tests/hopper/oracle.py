@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foldmoe.backends.hopper import pack
+from foldmoe.backends.hopper import pack, workspace
 from foldmoe.formats import fp8
 
 
@@ -63,7 +63,7 @@ def fill(b, found, x, permuted, shared_tile):
     b.control.zero_()
     b.control[:4] = torch.tensor((tiles, -(-(end - begin) // shared_tile) if shared_tile else 0, begin, end))
     table = torch.tensor(found.tiles, dtype=torch.int32).view(tiles, 5).T
-    b.control[16 : 16 + 5 * b.capacity].view(5, b.capacity)[:, :tiles] = table
+    b.control[workspace.HEAD :][: 5 * b.capacity].view(5, b.capacity)[:, :tiles] = table
 
 
 def combine(d, position, weights, shared_weights, routed_scale, shared, begin, end, valid):

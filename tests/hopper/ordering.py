@@ -7,7 +7,8 @@ order them, that threads happened to run so does not. Bulk copies (TMA) and prod
 - a product reads its operands until it is waited for;
 - a thread's load is over, for a copy over what it reads, once a product of its value is waited for or a
   ``fence_async_shared`` has followed it: an arrival at a barrier does not wait for a load;
-- what is stored to global memory is copied after ``fence.proxy.async`` on both sides.
+- what is stored to global memory is loaded after the counter that says so, and copied after ``fence.proxy.async`` on
+  both sides.
 
 A breach is an :class:`OutOfOrderError`, but for the last: a tile's copies reach over rows of others, whose results
 nobody keeps, so what they bring out of order is NaN. Not seen: what threads of one warp role do among each other,
@@ -234,6 +235,13 @@ def store_global(memory: torch.Tensor, offsets: torch.Tensor) -> None:
         shadow.after_writes(where, role.known, "a store")
         shadow.writer[where], shadow.written[where], shadow.fenced[where] = role.agent, role.time, _NEVER
         role.stores.append((shadow, where))
+
+
+def load_global(memory: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Of memory that a role may have stored to."""
+    with _lock:
+        if (key := memory.untyped_storage().data_ptr()) in _shadows:
+            _shadows[key].after_writes(_elements(memory, offsets), here().known, "a load")
 
 
 def fence_stores() -> None:

@@ -37,8 +37,9 @@ def every(geometry):
     for experts in (8, 32, 256):
         for exponent in range(16):
             for rows in (2**exponent, 3 * 2**exponent // 2):
-                config = heuristics.choose(geometry, rows, 6, experts)
-                found[(config.tokens, config.between, config.shared_tokens, config.warpgroups)] = config
+                config = heuristics.choose(geometry, rows, 6, experts, powers=True)
+                sizes = config.tokens, config.between, config.shared_tokens, config.warpgroups, config.parts
+                found[sizes] = config
     return list(found.values())
 
 
@@ -48,7 +49,8 @@ def name(config):
     tokens = f"{config.tokens}+{config.between}" if config.between else config.tokens
     clamps = f"-{g.limit4:.0f}-{g.limit8:.0f}" if g.whole else ""
     groups = f"-{g.routed_groups}-{g.scale_groups}" if g.whole else ""
-    return f"{g.routed}{scales}-{g.hidden}{clamps}{groups}-{tokens}-{config.shared_tokens}-{config.warpgroups}"
+    parts = f"-{config.parts} parts" if config.parts > 1 else ""
+    return f"{g.routed}{scales}-{g.hidden}{clamps}{groups}-{tokens}-{config.shared_tokens}-{config.warpgroups}{parts}"
 
 
 def check(config, spilled=0):
@@ -79,13 +81,14 @@ def check(config, spilled=0):
     ("geometry", "size"),
     [
         (FLASH, (8, 8, 4)),
+        (FLASH, (8, 8, 4, 0, heuristics.PARTS)),
         (V3, (8, 8, 4)),
         (BF16, (8, 8, 4)),
         (CLAMPED[0], (128, 128, 2)),
         pytest.param(ALONE, (32, 32, 2), marks=pytest.mark.slow),
         pytest.param(FP8_ALONE, (16, 8, 4), marks=pytest.mark.slow),
     ],
-    ids=["flash", "v3", "bf16", "v3 clamped", "routed alone", "fp8 alone"],
+    ids=["flash", "flash, cut", "v3", "bf16", "v3 clamped", "routed alone", "fp8 alone"],
 )
 def test_compiles(geometry, size):
     check(heuristics.build(geometry, *size))
@@ -134,6 +137,25 @@ def test_many_tokens_with_few_routes_an_expert_take_wide_shared_tiles():
     """One of eight ranks of V4-Flash: 512 tokens are 12 rows an expert, and 512 of the shared expert."""
     rank = [heuristics.choose(FLASH, rows, 6 / 8, 32) for rows in (32, 128, 512)]
     assert [(c.tokens, c.shared_tokens, c.warpgroups) for c in rank] == [(8, 32, 4), (8, 64, 4), (16, 128, 2)]
+
+
+@pytest.mark.parametrize(
+    ("geometry", "rows", "routes", "experts", "cut"),
+    [
+        (replace(FLASH, up4=2, up8=2), 1, 6, 256, True),  # one of eight ranks that share the experts' width
+        (replace(FLASH, up4=2, up8=2), 2, 6, 256, False),  # 26 tiles
+        (FLASH, 1, 6, 256, False),  # 112
+        (FLASH, 1, 6 / 8, 32, False),  # an expert-parallel rank: 28 on average
+        (replace(FLASH, up4=1, up8=1), 2, 6, 256, True),  # one of sixteen ranks: 13
+        (replace(FLASH, up4=2, up8=2), 9, 6 / 8, 32, False),  # wider shared tiles
+        (replace(TOKEN, up4=2, up8=2), 1, 6, 256, False),
+        (replace(V41, up4=2, up8=2), 1, 6, 256, False),
+        (replace(V3, up4=2, up8=2), 1, 6, 256, False),
+    ],
+)
+def test_k_is_cut_where_up_tiles_are_few(geometry, rows, routes, experts, cut):
+    assert (heuristics.choose(geometry, rows, routes, experts, powers=True).parts > 1) == cut
+    assert heuristics.choose(geometry, rows, routes, experts).parts == 1  # float32 scales
 
 
 def test_a_third_width_where_experts_have_few_more_rows_than_half_a_tile():

@@ -37,6 +37,7 @@ from tests.hopper.gpu_layers import (
     WIDE,
     Shape,
     case_of,
+    config,
     gpu_layer,
     gpu_weights,
     jobs,
@@ -149,6 +150,27 @@ def test_same_token_same_bits(shape: Shape) -> None:
         assert_same_bits(run(layer, part(case, rows)), whole[rows], f"batch of {count}")
     for turn in range(200):
         assert_same_bits(run(layer, case), whole, f"call {turn}")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+@pytest.mark.parametrize("shared_width", [128, 0])
+def test_a_cut_k_gives_the_bits_of_a_whole_one(shared_width: int, tokens: int) -> None:
+    """V4-Flash's hidden size, and a narrow part of its experts."""
+    shape = Shape("mxfp4-fp8_e8m0", 4096, 128, shared_width)
+    layer = make(*gpu_weights(shape))
+    packed: HopperLayer = layer.packed  # type: ignore[assignment]
+    case = random_case(tokens, TOP_K, EXPERTS, shape.hidden).to("cuda")
+    chosen = config(shape, tokens)
+    assert chosen.parts > 1
+    packed.config = replace(chosen, parts=1)
+    whole = run(layer, case)
+    packed.config = None
+    side = torch.cuda.Stream()
+    for turn in range(50):
+        poison()
+        assert_same_bits(run(layer, case), whole, f"folded, call {turn}")
+        assert_same_bits(packed.forward_dual(call_of(case), side), whole, f"two streams, call {turn}")
+    assert packed._last == chosen
 
 
 @pytest.mark.parametrize("shape", [WIDE, FP8, BF16], ids=str)

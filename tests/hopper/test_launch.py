@@ -26,8 +26,9 @@ def launch(layer, case, config, sections=(BOTH,), others=()):
     """Float32 output: the oracle's prologue, the launch (``others`` as in ``plain_gluon``), the oracle's combine."""
     g, shared = layer.geometry, layer.shared_up is not None
     tokens = case.x.shape[0]
-    b = workspace.allocate(tokens, TOP_K, layer.experts, shared, g.hidden, g.h_stride, "cpu", g.dtype)
-    for t in (b.xq, b.xs, b.h, b.hs, b.d):
+    cut_steps = config.routed_steps[0] if config.parts > 1 else 0
+    b = workspace.allocate(tokens, TOP_K, layer.experts, shared, g.hidden, g.h_stride, "cpu", g.dtype, cut_steps)
+    for t in (b.xq, b.xs, b.h, b.hs, b.d, b.products):
         t.view(torch.uint8).fill_(255)
     whole = g.token_scales
     found = oracle.sort_routes(case.x, case.topk_ids, layer.experts, shared, tokens, (0, tokens), config.tokens, whole)
@@ -39,7 +40,7 @@ def launch(layer, case, config, sections=(BOTH,), others=()):
                 layer.up.factors,
                 layer.down.factors,
                 b.xs,
-                *(b.h, b.hs, b.d, b.control, torch.zeros(4, dtype=torch.int32)),
+                *(b.h, b.hs, b.d, b.control, b.products, torch.zeros(4, dtype=torch.int32)),
                 section,
                 *(b.capacity, b.row_capacity, g.k_up, g.k_down4, g.k_down8, config),
             ),
@@ -104,6 +105,22 @@ def test_two_launches_give_the_bits_of_one(pair):
     config = heuristics.build(layer.geometry, 16, 16, 2)
     case = random_case(21, TOP_K, EXPERTS, 128)
     assert torch.equal(launch(layer, case, config), launch(layer, case, config, (ROUTED, SHARED)))
+
+
+@pytest.mark.parametrize("sections", [(BOTH,), (ROUTED, SHARED)], ids=["folded", "two launches"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "shared_width"), [(1, 1152, 128), (3, 2048, 320), (8, 384, 64), (5, 128, 64), (2, 640, 0)]
+)
+def test_a_cut_k_gives_the_bits_of_a_whole_one(tokens, hidden, shared_width, sections):
+    """Odd numbers of K steps, one step, more steps than are added at once; rows and pairs of tokens left empty."""
+    same = Activation(LIMIT)
+    routed, shared = weights("mxfp4-fp8_e8m0", EXPERTS, 192, shared_width or 32, hidden)
+    layer = pack_layer(routed, shared if shared_width else None, same, same)
+    case = random_case(tokens, TOP_K, EXPERTS, hidden)
+    case.topk_ids[1:3] = -1
+    config = heuristics.build(layer.geometry, 8, 8, 4, parts=heuristics.PARTS)
+    cut = launch(layer, case, config, sections if shared_width else sections[:1])
+    assert torch.equal(cut, launch(layer, case, replace(config, parts=1)))
 
 
 @pytest.mark.parametrize("pair", ["fp8-fp8", "fp8_32-fp8_32", "bf16-bf16"])

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="NOT CHECKED: the Hopper launch needs triton (pip install foldmoe[gpu])")
 
-from foldmoe.backends.hopper import heuristics
+from foldmoe.backends.hopper import heuristics, workspace
 from foldmoe.backends.hopper.packing import pack_layer
 from foldmoe.moe import Activation
 from tests.hopper import plain_gluon
@@ -89,6 +89,21 @@ def test_largest_values_overwritten_while_others_read_them():
 
     with pytest.raises(OutOfOrderError):
         run(MIXED, finish_up=finish_up)
+
+
+def test_products_of_a_cut_tile_added_up_before_others_have_kept_theirs():
+    clamp = Activation(LIMIT)
+    layer = pack_layer(*weights("mxfp4-fp8_e8m0", EXPERTS, 192, 128, 1152), clamp, clamp)
+    config = heuristics.build(layer.geometry, 8, 8, 4, parts=heuristics.PARTS)
+    case = random_case(2, TOP_K, EXPERTS, 1152)
+    assert launch(layer, case, config).isfinite().all()
+
+    def hasty(counter, wanted, error, ticket):
+        if counter.offset >= workspace.HEAD:
+            real("wait_for")(counter, wanted, error, ticket)
+
+    with pytest.raises(OutOfOrderError, match="a load of bytes whose last write is not known to be over"):
+        launch(layer, case, config, others={"wait_for": hasty})
 
 
 @pytest.mark.parametrize("missing", ["for_copies", "count_stored"])

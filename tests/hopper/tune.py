@@ -4,8 +4,8 @@
 
 Microseconds a layer over CUDA-graph replays of eight batches and two sets of weights, every kernel included. fold: one
 launch; serial: routed, then shared; dual: both at once on two streams; pro: the prologue alone. ratio: fold / floor, a
-floor being the larger of bytes at 4.62 TB/s and FLOPs at 1427 TFLOP/s (bf16: 776). --write puts tiles that beat the
-heuristic's by more than 1 % into the package's table of measured tiles.
+floor being the larger of bytes at 4.62 TB/s and FLOPs at 1427 TFLOP/s (bf16: 776). --write keeps in the package's table
+of measured tiles which ones won: others than the heuristic's must beat them by more than 1 %.
 """
 
 from __future__ import annotations
@@ -50,12 +50,19 @@ class Shape(NamedTuple):
         sizes = self.hidden, *blocks, *blocks, steps, steps, groups, 10.0, 10.0
         return heuristics.Geometry(*sizes, activations == "fp8_token", kind, int(kind == "fp8"))
 
+    @property
+    def powers(self) -> bool:
+        """Scales of the shared expert are powers of two, as DeepSeek stores them beside MXFP4."""
+        return self.stored is Format.MXFP4
+
     def precision(self, token: bool) -> str:
         return "bf16" if self.stored is Format.BF16 else "fp8_token" if token else "fp8"
 
 
 SHAPES = {
     "A": Shape(256, 256, 4096, 2048),
+    "A-tp4": Shape(256, 256, 4096, 512),
+    "A-tp8": Shape(256, 256, 4096, 256),
     "B": Shape(32, 256, 4096, 2048),
     "C": Shape(48, 384, 5120, 2304, common=Format.FP8_32x32),
     "D": Shape(48, 384, 7168, 3072),
@@ -63,11 +70,13 @@ SHAPES = {
     "GLM": Shape(128, 128, 4096, 1408, Format.FP8_128x128, 8),
     "GLM-bf16": Shape(128, 128, 4096, 1408, Format.BF16, 8, Format.BF16),
 }
-"""V4-Flash on one GPU, one EP8 rank of it, of V4.1-Flash and of V4-Pro; DeepSeek-V3 and GLM-4.5-Air on one GPU."""
+"""V4-Flash on one GPU, one TP4, TP8 and EP8 rank of it, one EP8 rank of V4.1-Flash and V4-Pro; DeepSeek-V3 and
+GLM-4.5-Air on one GPU.
+"""
 
 TILES = (
-    *((8, 32, 4), (8, 64, 4), (16, 32, 4), (16, 64, 4), (16, 64, 2), (16, 128, 2), (32, 32, 4), (32, 64, 4)),
-    *((32, 64, 2), (32, 128, 2), (64, 64, 2), (64, 128, 2), (128, 128, 2)),
+    *((8, 8, 4), (8, 16, 4), (8, 32, 4), (8, 64, 4), (16, 32, 4), (16, 64, 4), (16, 64, 2), (16, 128, 2)),
+    *((32, 32, 4), (32, 64, 4), (32, 64, 2), (32, 128, 2), (64, 64, 2), (64, 128, 2), (128, 128, 2)),
 )
 PROLOGUES = ((8192, 4096), (0, 4096), (0, 2048), (0, 1024), (0, 512))
 """heuristics.SMALL_ROUTES, heuristics.ROUTE_BLOCK"""
@@ -109,15 +118,15 @@ class Point:
 
     def choose(self, geometry: heuristics.Geometry) -> heuristics.HopperConfig:
         shape = SHAPES[self.shape]
-        return heuristics.choose(geometry, self.tokens, shape.top_k * self.share, shape.experts)
+        return heuristics.choose(geometry, self.tokens, shape.top_k * self.share, shape.experts, shape.powers)
 
 
 def layer(shape: Shape, activations: str = "fp8") -> Weights:
     """Random weights of one layer, packed in place."""
     generator = torch.Generator("cuda").manual_seed(0)
     sets = [
-        random_weights(ExpertSpec(count, shape.width, stored), shape.hidden, generator)
-        for count, stored in ((shape.experts, shape.stored), (1, shape.common))
+        random_weights(ExpertSpec(count, shape.width, stored, e8m0_scales=powers), shape.hidden, generator)
+        for count, stored, powers in ((shape.experts, shape.stored, False), (1, shape.common, shape.powers))
     ]
     return pack_layer(*sets, Activation(10.0), Activation(10.0), activations=activations, consume=True)  # type: ignore[arg-type]
 
@@ -160,6 +169,7 @@ def prologue(weights: list[Weights], point: Point) -> float:
 def candidates(geometry: heuristics.Geometry, point: Point) -> list[heuristics.HopperConfig]:
     """Tiles within reach of the mean number of tokens an expert."""
     near = [size for size in TILES if point.routes / 4 <= size[0] <= max(8, 4 * point.routes)]
+    near = [size for size in near if size[1] >= min(point.tokens, 32)]
     if geometry.scale_groups == 4:  # more would spill
         near = [(tokens, shared, wgs) for tokens, shared, wgs in near if shared <= (64 if wgs == 2 else 32)]
     if geometry.whole:  # equal tiles share a K loop
@@ -203,7 +213,7 @@ def main() -> None:
     parser.add_argument("points", nargs="*", default=["A:1,8,32,128,512,2048", "B:1,8,32,128,512,2048"])
     parser.add_argument("--tune", action="store_true", help="other tiles and prologues instead of other arms")
     parser.add_argument("--token", action="store_true", help="activations with one scale a token (fp8_token)")
-    parser.add_argument("--write", action="store_true", help="keep what beats the heuristic in tuned.json")
+    parser.add_argument("--write", action="store_true", help="keep what won in tuned.json")
     options = parser.parse_args()
     asked = [(name, sizes) for name, _, sizes in (p.partition(":") for p in options.points)]
     points = [Point(name, int(m)) for name, sizes in asked for m in sizes.split(",")]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from foldmoe.backends.hopper.heuristics import HopperConfig
 
 MARGIN = 0.99
-"""An entry is kept where it takes less than this part of the heuristic's time: less is within the noise of one run."""
+"""Tiles win where they take less than this part of the heuristic's time: less is within the noise of one run."""
 
 
 def merge(
@@ -24,10 +24,12 @@ def merge(
 ) -> list[Entry]:
     """``table`` with what ``times`` (microseconds a layer, one run) say of ``layer`` at ``routes`` an expert.
 
-    A newer measurement of the same point replaces the older one; a point where the heuristic's ``usual`` is as good as
-    the best has no entry.
+    A newer measurement of the same point replaces the older one. Where the heuristic's ``usual`` tiles are as good as
+    the best, they are the entry's.
     """
     best = min(times, key=lambda config: times[config])
+    if times[best] >= MARGIN * times[usual]:
+        best = usual
     shared = layer.shared_down
     entry = Entry(
         gpu=layer.gpu.removeprefix("NVIDIA "),
@@ -46,7 +48,7 @@ def merge(
         routed_scale_columns=layer.down.block[1] if isinstance(layer.down, PackedFp8) else 0,
     )
     others = [other for other in table if _point(other) != _point(entry)]
-    return [*others, entry] if times[best] < MARGIN * times[usual] else others
+    return [*others, entry]
 
 
 def text(entries: Iterable[Entry]) -> str:

@@ -29,6 +29,7 @@ class Weights:
         geometry: sizes in the kernel's terms.
         strays: ``[1]`` int64 on the device, counts ids out of range.
         gpu: name of the GPU that runs them, for the table of measured tiles.
+        powers: the shared expert's scales, if it has any, are powers of two.
     """
 
     up: PackedRouted | PackedFp8 | PackedBf16
@@ -40,6 +41,7 @@ class Weights:
     descriptors: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     """Of the weights, by number of consumer warpgroups; kept by ``descriptors.py``."""
     gpu: str = ""
+    powers: bool = False
 
     @property
     def experts(self) -> int:

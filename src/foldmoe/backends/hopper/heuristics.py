@@ -20,6 +20,12 @@ _BETWEEN, _FEW = 96, 104
 there is one: at 72 it saved 13 to 15 % (H200, V4-Flash), and it is a third more code to fetch.
 """
 
+PARTS, CUT_TILES = 8, 16
+"""Where a launch has at most so many up tiles, their K is cut into up to so many parts, each a CTA's (``cut.py``). With
+14 (a token on one of eight ranks that share the width of V4-Flash's experts) it saved 23 % on an H200; with 26 it took
+4 % longer, with 38 and more 1 to 8 %: keeping products and adding them up costs more than the SMs that would be idle.
+"""
+
 _WIDEST_FINE = 64
 """Columns of an FP8 tile with four scales a K step; 128 would spill 2.9 kB a thread, inside the K loop."""
 
@@ -106,6 +112,7 @@ class HopperConfig:
         warpgroups: consumer warpgroups: 4 with small token tiles, 2 with large ones.
         stages: slots of the ring.
         registers: a consumer thread's registers.
+        parts: the most that an up tile's K is cut into; 1: none is cut.
     """
 
     geometry: Geometry
@@ -116,6 +123,7 @@ class HopperConfig:
     warpgroups: int
     stages: int
     registers: int
+    parts: int = 1
 
     @property
     def units(self) -> int:
@@ -158,9 +166,10 @@ class HopperConfig:
         """One line for people (``str`` is the compiled kernel's cache key and names every field)."""
         fewer = ", ".join(str(columns) for columns in (self.tail, self.between) if columns)
         tail = f" ({fewer})" if fewer else ""
+        parts = f", K in up to {self.parts} parts" if self.parts > 1 else ""
         return (
             f"tokens {self.tokens}{tail}/{self.shared_tokens}, {self.warpgroups} warpgroups x {self.registers} "
-            f"registers, {self.stages} stages"
+            f"registers, {self.stages} stages{parts}"
         )
 
 
@@ -182,22 +191,32 @@ def fixed_bytes(tokens: int, shared_tokens: int, warpgroups: int, item: int = 0)
     return amax + first_half + warpgroups * 32 * max(item, 1) * widest + 1024
 
 
-def build(geometry: Geometry, tokens: int, shared_tokens: int, warpgroups: int, between: int = 0) -> HopperConfig:
+def build(
+    geometry: Geometry, tokens: int, shared_tokens: int, warpgroups: int, between: int = 0, parts: int = 1
+) -> HopperConfig:
     """A config with as many stages as fit."""
     item = geometry.dtype.itemsize if geometry.whole else 0
     room = _SHARED_MEMORY - fixed_bytes(tokens, shared_tokens, warpgroups, item)
     stages = min(8, room // slot_bytes(tokens, shared_tokens, 4 if geometry.whole else warpgroups))
     registers = 112 if warpgroups == 4 else 232
     tail = tokens // 2 if tokens >= 64 else 0
-    return HopperConfig(geometry, tokens, tail, between, shared_tokens, warpgroups, stages, registers)
+    return HopperConfig(geometry, tokens, tail, between, shared_tokens, warpgroups, stages, registers, parts)
 
 
-def choose(geometry: Geometry, rows: int, routes_per_row: float, experts: int) -> HopperConfig:
+def _cuts(geometry: Geometry) -> bool:
+    """Whether K can be cut. With one scale a token the tensor core sums over all of K; four products a step, as scales
+    of 32 columns make, would be four times as much to keep; loops over FP8 and bf16 routed experts keep none.
+    """
+    return geometry.routed == "mxfp4" and not geometry.token_scales and geometry.scale_groups < 4
+
+
+def choose(geometry: Geometry, rows: int, routes_per_row: float, experts: int, powers: bool = False) -> HopperConfig:
     """The config for a batch, from what the host knows without asking the device.
 
     Args:
         rows: tokens, or the most that any rank has (``Call.sized_for``).
         routes_per_row: that this rank's experts expect. experts: that it holds.
+        powers: all scales are powers of two, so that products may be kept with them (``cut.py``).
     """
     per_expert = rows * routes_per_row / max(1, experts)
     if per_expert <= 4:
@@ -214,7 +233,9 @@ def choose(geometry: Geometry, rows: int, routes_per_row: float, experts: int) -
     crowd = rows > 64 and not geometry.whole
     if tokens == 8 or (tokens == 16 and not crowd):
         shared = 8 if rows <= 8 else 16 if rows <= 16 else 64 if crowd and geometry.scale_groups == 1 else 32
-        return build(geometry, tokens, shared, 4)
+        up_tiles = min(experts, rows * routes_per_row) * geometry.up4 + geometry.up8
+        few = powers and tokens == shared == 8 and up_tiles <= CUT_TILES and _cuts(geometry)
+        return build(geometry, tokens, shared, 4, parts=PARTS if few else 1)
     shared = max(tokens, 32 if rows <= 32 else 64 if rows <= 64 else 128)
     if geometry.whole:
         shared = min(shared, max(tokens, 64))  # one K loop for both sets

@@ -58,7 +58,15 @@ class Step:
         self.top_k = self.call.topk_ids.shape[1] if self.sections & ROUTED else 0
         g = self.layer.geometry
         self.buffers = workspace.allocate(
-            self.rows, self.top_k, self.layer.experts, self.shared, g.hidden, g.h_stride, self.layer.device, g.dtype
+            self.rows,
+            self.top_k,
+            self.layer.experts,
+            self.shared,
+            g.hidden,
+            g.h_stride,
+            self.layer.device,
+            g.dtype,
+            self.config.routed_steps[0] if self.config.parts > 1 else 0,
         )
 
     def prologue(self) -> None:
@@ -93,6 +101,7 @@ class Step:
                 **{**columns, **tiles, **common, **kinds, **self._dependence()},
                 K=self.top_k,
                 BLOCK=block,
+                CUT=config.parts > 1,
             )
             return
         span = heuristics.ROUTE_BLOCK // self.top_k * self.top_k
@@ -143,6 +152,7 @@ class Step:
             b.hs,
             b.d,
             b.control,
+            b.products,
             workspace.stall_report(device),
             section,
             b.capacity,
@@ -231,7 +241,8 @@ def run(
 def choose(layer: Weights, call: Call, route_share: float) -> Choice:
     """The config for a call, and where it comes from."""
     routes_per_row = call.topk_ids.shape[1] * route_share
-    return tuned.choose(layer.geometry, _sized_for(call), routes_per_row, layer.experts, layer.gpu)
+    sizes = layer.geometry, _sized_for(call), routes_per_row, layer.experts
+    return tuned.choose(*sizes, layer.gpu, layer.powers)
 
 
 def _sized_for(call: Call) -> int:

@@ -134,8 +134,8 @@ class HopperLayer(PackedLayer):
     def stats(self) -> dict[str, object]:
         """``ids_out_of_range`` counts since packing (reads the device), ``config`` is the one last chosen.
 
-        ``tuned`` and ``heuristic`` count the calls, CUDA graph replays left out, whose tiles came from the table of
-        measured ones (:mod:`foldmoe.backends.hopper.tuned`) and from the heuristic.
+        ``tuned`` and ``heuristic`` count the calls, CUDA graph replays left out, of sizes that the table of measured
+        tiles (:mod:`foldmoe.backends.hopper.tuned`) has and has not.
 
         Raises:
             RuntimeError: after a launch that gave up waiting for another part of itself.

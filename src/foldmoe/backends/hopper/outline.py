@@ -24,7 +24,8 @@ def outline(spec: LayerSpec, activations: ActivationPrecision, gpu: str) -> Weig
     up, down = _set(spec.routed, spec.hidden)
     shared_up, shared_down = (None, None) if spec.shared is None else _whole(spec.shared, spec.hidden)
     sizes = geometry(up, down, shared_up, shared_down, spec.activation, spec.shared_activation, activations)
-    return Weights(up, down, shared_up, shared_down, sizes, _meta((1,), torch.int64), gpu=gpu)
+    powers = spec.shared is None or spec.shared.e8m0_scales
+    return Weights(up, down, shared_up, shared_down, sizes, _meta((1,), torch.int64), gpu=gpu, powers=powers)
 
 
 def _set(

@@ -50,7 +50,8 @@ def pack_layer(
     workspace.stall_report(routed.device)  # host memory is never taken during a graph capture
     strays = torch.zeros(1, dtype=torch.int64, device=routed.device)
     gpu = torch.cuda.get_device_name(routed.device) if routed.device.type == "cuda" else ""
-    return Weights(up, down, shared_up, shared_down, sizes, strays, gpu=gpu)
+    powers = shared is None or (shared.gate_up.e8m0_scales and shared.down.e8m0_scales)
+    return Weights(up, down, shared_up, shared_down, sizes, strays, gpu=gpu, powers=powers)
 
 
 def geometry(

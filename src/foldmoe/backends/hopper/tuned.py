@@ -1,10 +1,11 @@
-"""Tiles that measured faster than the heuristic's: a small table, ``tuned.json``, and whether a batch is in it.
+"""Where tiles were measured: a small table, ``tuned.json``, and whether a batch is in it.
 
 An entry holds one measurement: a GPU, a layer's sizes, the experts on the rank, the mean routes of an expert, the tiles
-that won and both times (microseconds, the whole layer). It speaks for batches of the same sizes on the same GPU whose
-experts and routes lie within half an octave of the measured ones, so one expert more (a shared slot) still finds it; of
-several, the nearest in routes speaks. Everything else takes :func:`foldmoe.backends.hopper.heuristics.choose`. Neither
-changes a result's bits. ``python -m tests.hopper.tune --tune --write`` measures and writes entries.
+that won, often the heuristic's own, and both times (microseconds, the whole layer). It speaks for batches of the same
+sizes on the same GPU whose experts and routes lie within half an octave of the measured ones, so one expert more (a
+shared slot) still finds it; of several, the nearest in routes speaks. Where no other tiles won, and for all else,
+:func:`foldmoe.backends.hopper.heuristics.choose` chooses. Neither changes a result's bits.
+``python -m tests.hopper.tune --tune --write`` measures and writes entries.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Entry:
         gpu: part of the GPU's name, in any case.
         scale_columns: columns that one shared scale spans; 0 without a shared expert in FP8.
         tokens, shared_tokens, warpgroups: see :class:`foldmoe.backends.hopper.heuristics.HopperConfig`.
-        microseconds, heuristic_microseconds: the layer with these tiles and with the heuristic's, in one run.
+        microseconds, heuristic_microseconds: the layer with these tiles and with the heuristic's, in one run; equal
+            where they are the heuristic's.
         routed: how routed weights are stored, as in :class:`foldmoe.backends.hopper.heuristics.Geometry`.
         routed_scale_columns: columns that one scale of routed FP8 weights spans; 0 for other formats.
     """
@@ -105,13 +107,18 @@ class Entry:
         named = self.gpu.lower() in gpu.lower()
         return named and self.sizes == sizes and _octaves(experts, self.experts) <= REACH
 
+    @property
+    def replaces(self) -> bool:
+        """Whether its tiles won against the heuristic's."""
+        return self.microseconds < self.heuristic_microseconds
+
     def config(self, geometry: Geometry) -> HopperConfig:
         return heuristics.build(geometry, self.tokens, self.shared_tokens, self.warpgroups)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A config, and the measurement behind it; None: the heuristic's."""
+    """A config, and the measurement that speaks for its batch, if there is one."""
 
     config: HopperConfig
     entry: Entry | None
@@ -128,14 +135,19 @@ def table() -> tuple[Entry, ...]:
 
 
 @lru_cache(maxsize=4096)
-def choose(geometry: Geometry, rows: int, routes_per_row: float, experts: int, gpu: str) -> Choice:
+def choose(
+    geometry: Geometry, rows: int, routes_per_row: float, experts: int, gpu: str, powers: bool = False
+) -> Choice:
     """Tiles for a batch of ``rows`` tokens on ``gpu``; logged (level INFO) once for every shape."""
     routes = rows * routes_per_row / max(1, experts)
     sizes = Sizes.of_geometry(geometry)
     near = [entry for entry in table() if entry.fits(sizes, experts, gpu)]
     near = [entry for entry in near if _octaves(routes, entry.routes_per_expert) <= REACH]
     entry = min(near, key=lambda entry: _octaves(routes, entry.routes_per_expert), default=None)
-    config = entry.config(geometry) if entry else heuristics.choose(geometry, rows, routes_per_row, experts)
+    if entry and entry.replaces:
+        config = entry.config(geometry)
+    else:
+        config = heuristics.choose(geometry, rows, routes_per_row, experts, powers)
     choice = Choice(config, entry)
     _log.info("%d tokens, %d experts, H %d: %s (%s)", rows, experts, sizes.hidden, config.describe(), choice.source)
     return choice

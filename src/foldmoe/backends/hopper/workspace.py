@@ -6,9 +6,10 @@ Nothing in it is read before the prologue writes it. The control block is int32 
     1  shared token tiles        5  ... of shared tiles
     2  first shared row, aligned 6  ... of both
     3  end of shared rows
-    16 + c * capacity + j        tile table, columns c: expert, its first entry, its entries, first row, end of rows
-    16 + 5 * capacity + t        consumers that stored their part of routed token tile t's hidden vectors
-    16 + 6 * capacity + t        the same for shared token tile t
+    16 + 4 * t + g               parts of up tile t whose products warpgroup g kept, where K is cut (``cut.py``)
+    HEAD + c * capacity + j      tile table, columns c: expert, its first entry, its entries, first row, end of rows
+    HEAD + 5 * capacity + t      consumers that stored their part of routed token tile t's hidden vectors
+    HEAD + 6 * capacity + t      the same for shared token tile t
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foldmoe.backends.hopper.heuristics import CUT_TILES
 from foldmoe.runtime.workspace import Carve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HEAD = 16
+MET, PARTS_MET = 16, 4 * 2 * CUT_TILES
+"""Where the counters of cut tiles are, and how many: two launches may run side by side."""
+
+HEAD = MET + PARTS_MET
 
 ROW_ALIGN = 4
 """Rows that every token tile starts at a multiple of: TMA copies its scales, four bytes a row, from multiples of 16."""
@@ -52,6 +57,7 @@ class Buffers:
         pos: row of every route, -1 for none.
         control: see the module. capacity: entries of the tile table.
         block_counts: routes per block and expert (large batches).
+        products: of up tiles whose K is cut (``cut.py``): ``[2 * CUT_TILES, steps, 2048]`` float32.
         described: TMA descriptors of these buffers, by what they depend on beside them; kept by ``descriptors.py``.
     """
 
@@ -63,6 +69,7 @@ class Buffers:
     pos: Tensor
     control: Tensor
     block_counts: Tensor
+    products: Tensor
     capacity: int
     row_capacity: int
     described: dict[tuple[int, ...], tuple[Any, ...]] = field(default_factory=dict)
@@ -83,15 +90,27 @@ def allocate(
     h_stride: int,
     device: torch.device | str,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    cut_steps: int = 0,
 ) -> Buffers:
-    """Buffers for a batch, not initialised; ``dtype`` of tokens and hidden vectors."""
-    carve, make = _layout(tokens, top_k, experts, shared, hidden, h_stride, dtype)
+    """Buffers for a batch, not initialised.
+
+    Args:
+        dtype: of tokens and hidden vectors. cut_steps: K steps of up tiles where they may be cut, else 0.
+    """
+    carve, make = _layout(tokens, top_k, experts, shared, hidden, h_stride, dtype, cut_steps)
     return carve.kept(torch.device(device), make)
 
 
 @lru_cache(maxsize=1024)
 def _layout(
-    tokens: int, top_k: int, experts: int, shared: bool, hidden: int, h_stride: int, dtype: torch.dtype
+    tokens: int,
+    top_k: int,
+    experts: int,
+    shared: bool,
+    hidden: int,
+    h_stride: int,
+    dtype: torch.dtype,
+    cut_steps: int,
 ) -> tuple[Carve, Callable[[dict[str, Tensor]], Buffers]]:
     rows, routes = sorted_rows(tokens, top_k, experts, shared), tokens * top_k
     rows = _up(max(rows, 128), 128)
@@ -108,6 +127,7 @@ def _layout(
     carve.add("pos", (max(routes, 1),), torch.int32)
     carve.add("control", (HEAD + 5 * capacity + counters,), torch.int32)
     carve.add("block_counts", (blocks * bins,), torch.int32)
+    carve.add("products", (2 * CUT_TILES * cut_steps, 2048), torch.float32)
     return carve, lambda tensors: Buffers(**tensors, capacity=capacity, row_capacity=rows)
 
 

@@ -8,45 +8,19 @@ from foldmoe.backends.hopper.kernels.tickets import (
     HEAD,
     advance,
     after_prologue,
+    cut,
     hand_out,
     locate,
+    part_of,
     read_head,
     receive,
     ticket_count,
+    wait_for,
 )
 
 # Names that changed between Triton 3.6 and 3.9.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _OLD_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
-
-# Wait until *$1 >= $2; after two seconds report to $3 and trap. The fence orders later bulk copies after the acquire.
-_SPIN = gl.constexpr("""{
-.reg .pred p, q;
-.reg .b32 v;
-.reg .b64 start, now;
-ld.acquire.gpu.global.b32 v, [$1];
-setp.ge.s32 p, v, $2;
-@p bra DONE;
-mov.u64 start, %globaltimer;
-AGAIN:
-nanosleep.u32 32;
-ld.acquire.gpu.global.b32 v, [$1];
-setp.ge.s32 p, v, $2;
-@p bra DONE;
-mov.u64 now, %globaltimer;
-sub.s64 now, now, start;
-setp.lt.s64 q, now, 2000000000;
-@q bra AGAIN;
-st.volatile.global.b32 [$3+4], $4;
-st.volatile.global.b32 [$3+8], v;
-st.volatile.global.b32 [$3+12], $2;
-st.volatile.global.b32 [$3], 1;
-fence.acq_rel.sys;
-trap;
-DONE:
-fence.proxy.async.global;
-mov.b32 $0, v;
-}""")
 
 
 @gluon.jit
@@ -117,7 +91,11 @@ def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexp
     codes1, exps1, codes2, exps2, shared1, shared2, scales1, scales2 = desc
     after_prologue(run)
     head = read_head(control, run)
-    total = ticket_count(head, C)
+    parts = 1
+    most = g.k_up
+    if C.parts > 1:
+        parts, most = cut(head, g.k_up, C)
+    total = ticket_count(head, parts, C)
     slot = 0
     phase = 1
     tslot = 0
@@ -125,20 +103,35 @@ def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexp
     ticket = gl.atomic_add(control + 3 + run, 1, sem="relaxed", scope="gpu")
     while ticket < total:
         tslot, tphase = hand_out(tickets, tslot, tphase, ticket)
-        shared, up, expert, block, _row, _rows, _counter = locate(ticket, head, control, capacity, C)
+        number, part = ticket, 0
+        if C.parts > 1:
+            number, part = part_of(ticket, head, parts, C)
+        shared, up, expert, block, _row, _rows, _counter = locate(number, head, control, capacity, C)
         if shared:
             if g.up8 > 0:
                 if up:
-                    for half in range(PASSES):
-                        unit = block * g.k_up * 4 + half * C.warpgroups
-                        slot, phase = _copy_fp8(shared1, scales1, unit, g.k_up, slot, phase, ring, g.scale_groups, C)
+                    if C.parts > 1:
+                        unit = (block * g.k_up + part * most) * 4
+                        steps = gl.minimum(most, g.k_up - part * most)
+                        slot, phase = _copy_fp8(shared1, scales1, unit, steps, slot, phase, ring, g.scale_groups, C)
+                    else:
+                        for half in range(PASSES):
+                            unit = block * g.k_up * 4 + half * C.warpgroups
+                            slot, phase = _copy_fp8(
+                                shared1, scales1, unit, g.k_up, slot, phase, ring, g.scale_groups, C
+                            )
                 else:
                     unit = block // PASSES * g.k_down8 * 4 + block % PASSES * C.warpgroups
                     slot, phase = _copy_fp8(shared2, scales2, unit, g.k_down8, slot, phase, ring, g.scale_groups, C)
         else:
             if up:
                 unit = (expert * g.up4 + block) * g.k_up * 4
-                slot, phase = _copy_routed(codes1, exps1, unit, STEPS[0], slot, phase, ring, C)
+                if C.parts > 1:
+                    unit += part * most * 4
+                    steps = gl.minimum(most, STEPS[0] - part * most)
+                    slot, phase = _copy_routed(codes1, exps1, unit, steps, slot, phase, ring, C)
+                else:
+                    slot, phase = _copy_routed(codes1, exps1, unit, STEPS[0], slot, phase, ring, C)
             else:
                 unit = (expert * g.down4 + block) * g.k_down4 * 4
                 slot, phase = _copy_routed(codes2, exps2, unit, STEPS[1], slot, phase, ring, C)
@@ -147,8 +140,8 @@ def weights_producer(desc, control, capacity, run, ring, tickets, C: gl.constexp
 
 
 @gluon.jit
-def _copy_tokens(x, xs, row, steps, slot, phase, tokens, scales, full, empty, NT: gl.constexpr, C: gl.constexpr):
-    for kb in range(steps):
+def _copy_tokens(x, xs, row, first, end, slot, phase, tokens, scales, full, empty, NT: gl.constexpr, C: gl.constexpr):
+    for kb in range(first, end):
         mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
         if C.geometry.quantised:
@@ -176,33 +169,42 @@ def tokens_producer(desc, control, capacity, run, error, ring, tickets, C: gl.co
     phase = 1
     tslot = 0
     tphase = 0
+    parts = 1
+    most = g.k_up
+    if C.parts > 1:
+        parts, most = cut(head, g.k_up, C)
     ticket, tslot, tphase = receive(tickets, tslot, tphase, 1)
     while ticket >= 0:
-        shared, up, _expert, _block, row, _rows, counter = locate(ticket, head, control, capacity, C)
+        number, part = ticket, 0
+        if C.parts > 1:
+            number, part = part_of(ticket, head, parts, C)
+        shared, up, _expert, _block, row, _rows, counter = locate(number, head, control, capacity, C)
         if not up:
             wanted = gl.where(shared, g.up8, g.up4) * WGS
-            gl.inline_asm_elementwise(
-                _SPIN,
-                "=r,l,r,l,r",
-                [control + HEAD + 5 * capacity + counter, wanted, error, ticket],
-                dtype=gl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            wait_for(control + HEAD + 5 * capacity + counter, wanted, error, ticket)
         if shared:
             if g.up8 > 0:
                 if up:
-                    for _unit in range(C.passes):
+                    if C.parts > 1:
+                        end = gl.minimum((part + 1) * most, g.k_up)
                         slot, phase = _copy_tokens(
-                            x8, xs8, row, g.k_up, slot, phase, tokens, scales8, full, empty, NTS, C
+                            x8, xs8, row, part * most, end, slot, phase, tokens, scales8, full, empty, NTS, C
                         )
+                    else:
+                        for _unit in range(C.passes):
+                            slot, phase = _copy_tokens(
+                                x8, xs8, row, 0, g.k_up, slot, phase, tokens, scales8, full, empty, NTS, C
+                            )
                 else:
                     slot, phase = _copy_tokens(
-                        h8, hs8, row, g.k_down8, slot, phase, tokens, scales8, full, empty, NTS, C
+                        h8, hs8, row, 0, g.k_down8, slot, phase, tokens, scales8, full, empty, NTS, C
                     )
         else:
             if up:
-                slot, phase = _copy_tokens(x4, xs4, row, STEPS[0], slot, phase, tokens, scales4, full, empty, NT, C)
+                first, end = 0, STEPS[0]
+                if C.parts > 1:
+                    first, end = part * most, gl.minimum((part + 1) * most, STEPS[0])
+                slot, phase = _copy_tokens(x4, xs4, row, first, end, slot, phase, tokens, scales4, full, empty, NT, C)
             else:
-                slot, phase = _copy_tokens(h4, hs4, row, STEPS[1], slot, phase, tokens, scales4, full, empty, NT, C)
+                slot, phase = _copy_tokens(h4, hs4, row, 0, STEPS[1], slot, phase, tokens, scales4, full, empty, NT, C)
         ticket, tslot, tphase = receive(tickets, tslot, tphase, 1)

@@ -42,6 +42,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from foldmoe.backends.hopper.kernels.copies import tokens_producer, weights_producer
+from foldmoe.backends.hopper.kernels.cut import meet, place, this_part
 from foldmoe.backends.hopper.kernels.epilogue import (
     finish_down,
     finish_down_tile,
@@ -51,12 +52,24 @@ from foldmoe.backends.hopper.kernels.epilogue import (
     swiglu,
 )
 from foldmoe.backends.hopper.kernels.products import fp4_chain, fp4_product, fp8_product
-from foldmoe.backends.hopper.kernels.tickets import HEAD, TICKETS, after_prologue, late, locate, read_head, receive
+from foldmoe.backends.hopper.kernels.tickets import (
+    HEAD,
+    TICKETS,
+    after_prologue,
+    cut,
+    late,
+    locate,
+    part_of,
+    read_head,
+    receive,
+)
 from foldmoe.backends.hopper.kernels.whole import whole_tile
 
 
 @gluon.jit
-def _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def _fp4_tile(
+    tile, steps, rs, out, slot, phase, exchange, ring, cutting, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr
+):
     """One tile of MXFP4 experts. One copy of the K loop serves both projections: the code must stay small (a kernel
     with one a case stalled a fifth of its time on instruction fetches).
     """
@@ -65,10 +78,14 @@ def _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, NT: gl.constexp
     k_up, k_down4, _k_down8 = steps
     rs1, rs2, xs = rs
     turn = exchange[0]
+    k_here = k_up
+    kept = 0
+    if C.parts > 1:
+        k_here, kept = this_part(cutting, up, k_up, rows, WG, C)
     references = gl.where(up, rs1, rs2) + (expert * gl.where(up, g.up4, g.down4) + block) * 256
     prefetch(references)
     if not g.token_scales:
-        sums, slot, phase = fp4_product(gl.where(up, k_up, k_down4), slot, phase, ring, NT, WG, C)
+        sums, slot, phase = fp4_product(gl.where(up, k_here, k_down4), slot, phase, kept, ring, NT, WG, C)
     if up:
         if g.token_scales:
             up_sums, slot, phase = fp4_chain(k_up, slot, phase, ring, NT, WG, C)
@@ -77,10 +94,15 @@ def _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, NT: gl.constexp
         first, column = late(row), late(block)
         scales = (rs1 + (expert * g.up4 + column) * 256 + WG * 64, xs)
         at = (first, rows, column, counter)
-        turn = finish_up_tile(up_sums, scales, out, at, exchange, g.limit4, True, g.token_scales, WG, C)
+        if C.parts > 1:
+            acc, last = meet(up_sums[0], tile, cutting, k_up, WG, C)
+            if last:
+                turn = finish_up_tile((acc,), scales, out, at, exchange, g.limit4, True, False, WG, C)
+        else:
+            turn = finish_up_tile(up_sums, scales, out, at, exchange, g.limit4, True, g.token_scales, WG, C)
     else:
         if g.token_scales:
-            sums, slot, phase = fp4_product(k_down4, slot, phase, ring, NT, WG, C)
+            sums, slot, phase = fp4_product(k_down4, slot, phase, kept, ring, NT, WG, C)
         first, column = late(row), late(block)
         scales = (rs2 + (expert * g.down4 + column) * 256 + WG * 64, xs)
         finish_down_tile(sums, scales, out, first, rows, column, True, WG, C)
@@ -88,27 +110,36 @@ def _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, NT: gl.constexp
 
 
 @gluon.jit
-def _shared_tile(tile, steps, out, slot, phase, exchange, ring, kept, WG: gl.constexpr, C: gl.constexpr):
-    """One tile of the shared expert, likewise; an up tile's units one after the other, the first one's part kept."""
+def _shared_tile(tile, steps, out, slot, phase, exchange, ring, first_half, cutting, WG: gl.constexpr, C: gl.constexpr):
+    """One tile of the shared expert, likewise; an up tile's units one after the other, the first one's part held."""
     g: gl.constexpr = C.geometry
     WGS: gl.constexpr = C.warpgroups
     UNITS: gl.constexpr = C.units
     up, _expert, block, row, rows, counter = tile
     k_up, _k_down4, k_down8 = steps
     turn, amax, amax_full = exchange
+    k_here = k_up
+    kept = 0
+    if C.parts > 1:
+        k_here, kept = this_part(cutting, up, k_up, rows, WG, C)
     for unit in range(gl.where(up, UNITS, 1)):
-        acc, slot, phase = fp8_product(gl.where(up, k_up, k_down8), slot, phase, ring, WG, C)
+        acc, slot, phase = fp8_product(gl.where(up, k_here, k_down8), slot, phase, kept, ring, WG, C)
         first, column = late(row), late(block)
         if up:
-            hidden = swiglu(acc, g.limit8)
             at = (first, rows, column, counter)
-            if UNITS == 1:
-                turn = finish_up((hidden,), out, at, (turn, amax, amax_full), True, WG, C)
-            elif unit == 0:
-                kept.index(WG).store(hidden)
+            if C.parts > 1:
+                acc, last = meet(acc, tile, cutting, k_up, WG, C)
+                if last:
+                    turn = finish_up((swiglu(acc, g.limit8),), out, at, (turn, amax, amax_full), True, WG, C)
             else:
-                parts = (kept.index(WG).load(hidden.type.layout), hidden)
-                turn = finish_up(parts, out, at, (turn, amax, amax_full), True, WG, C)
+                hidden = swiglu(acc, g.limit8)
+                if UNITS == 1:
+                    turn = finish_up((hidden,), out, at, (turn, amax, amax_full), True, WG, C)
+                elif unit == 0:
+                    first_half.index(WG).store(hidden)
+                else:
+                    parts = (first_half.index(WG).load(hidden.type.layout), hidden)
+                    turn = finish_up(parts, out, at, (turn, amax, amax_full), True, WG, C)
         else:
             finish_down(acc, out, first, rows, (column * WGS + WG) * 64, C)
     return slot, phase, turn
@@ -118,14 +149,14 @@ def _shared_tile(tile, steps, out, slot, phase, exchange, ring, kept, WG: gl.con
 def _routed_tile(tile, shared, rest, exchange, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """A tile of routed experts in their format; of the shared expert too where one K loop serves both."""
     g: gl.constexpr = C.geometry
-    steps, rs, out, slot, phase, ring, _kept = rest
+    steps, rs, out, slot, phase, ring, _first_half, cutting = rest
     if g.whole:
         k_up, k_down, k_down8 = steps
         if C.one_loop:
             k_down = gl.where(shared, k_down8, k_down)
         return whole_tile(tile, (k_up, k_down), out, slot, phase, exchange, ring, g.limit4, g.routed_groups, NT, WG, C)
     else:
-        return _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, NT, WG, C)
+        return _fp4_tile(tile, steps, rs, out, slot, phase, exchange, ring, cutting, NT, WG, C)
 
 
 @gluon.jit
@@ -145,7 +176,7 @@ def _routed(tile, shared, rest, exchange, WG: gl.constexpr, C: gl.constexpr):
 def _apart(tile, rest, exchange, WG: gl.constexpr, C: gl.constexpr):
     """A tile of the shared expert, where its K loop is not the routed experts'."""
     g: gl.constexpr = C.geometry
-    steps, _rs, out, slot, phase, ring, kept = rest
+    steps, _rs, out, slot, phase, ring, first_half, cutting = rest
     if g.whole:
         weights, offsets, tokens, _scales4, scales8, full, empty = ring
         ring8 = (weights, offsets, tokens, scales8, scales8, full, empty)
@@ -154,25 +185,12 @@ def _apart(tile, rest, exchange, WG: gl.constexpr, C: gl.constexpr):
             tile, (k_up, k_down), out, slot, phase, exchange, ring8, g.limit8, g.scale_groups, C.shared_tokens, WG, C
         )
     else:
-        return _shared_tile(tile, steps, out, slot, phase, exchange, ring, kept, WG, C)
+        return _shared_tile(tile, steps, out, slot, phase, exchange, ring, first_half, cutting, WG, C)
 
 
 @gluon.jit
-def _consumer(
-    steps,
-    rs,
-    out,
-    control,
-    capacity,
-    run,
-    ring,
-    tickets,
-    kept,
-    amax_bufs,
-    amax_full,
-    WG: gl.constexpr,
-    C: gl.constexpr,
-):
+def _consumer(given, WG: gl.constexpr, C: gl.constexpr):
+    steps, rs, out, control, capacity, run, ring, tickets, first_half, amax_bufs, amax_full, products, error = given
     amax4, amax8 = amax_bufs
     after_prologue(run)
     head = read_head(control, run)
@@ -181,11 +199,18 @@ def _consumer(
     tslot = 0
     tphase = 0
     turn = 0
+    if C.parts > 1:
+        parts, most = cut(head, steps[0], C)
     ticket, tslot, tphase = receive(tickets, tslot, tphase, 4)
     while ticket >= 0:
-        shared, up, expert, block, row, rows, counter = locate(ticket, head, control, capacity, C)
+        number = ticket
+        cutting = 0
+        if C.parts > 1:
+            number, part = part_of(ticket, head, parts, C)
+            cutting = place(number, part, parts, most, run, products, control, error, ticket)
+        shared, up, expert, block, row, rows, counter = locate(number, head, control, capacity, C)
         tile = (up, expert, block, row, rows, counter)
-        rest = (steps, rs, out, slot, phase, ring, kept)
+        rest = (steps, rs, out, slot, phase, ring, first_half, cutting)
         if not C.two_loops:
             slot, phase, turn = _routed(tile, shared, rest, (turn, amax4, amax_full), WG, C)
         elif shared:
@@ -228,6 +253,7 @@ def folded_moe(
     hs,
     d,
     control,
+    products,
     error,
     run,
     capacity,
@@ -245,7 +271,8 @@ def folded_moe(
         x4 .. hs8: descriptors of quantised tokens, their scales, hidden vectors and theirs; routed then shared tiles.
         rs1, rs2: reference scale of every packed routed row. xs: the tokens' scales, ``[step, row]``.
         h, hs, d: hidden vectors, their scales ``[column block, row]``, down products float32 ``[row, H]``.
-        control: the control block (``workspace.py``). error: four words of host memory.
+        control: the control block (``workspace.py``). products: of tiles whose K is cut (``cut.py``).
+        error: four words of host memory.
         run: 1 routed tiles, 2 shared tiles, 3 both. capacity, row_capacity: strides of the tile table and the scales.
         k_up, k_down4, k_down8: the geometry's K steps as run-time numbers. With a single step known when it compiles,
             ptxas 12.8 leaves out a product's second descriptor (found with H 128 and I 64).
@@ -288,12 +315,15 @@ def folded_moe(
     amax = (amax4, amax8)
     copies = (codes1, exps1, codes2, exps2, shared1, shared2, scales1, scales2)
     inputs = (x4, xs4, h4, hs4, x8, xs8, h8, hs8)
+    first_half = values
+    if WGS == 2 and not C.geometry.whole:
+        first_half = gl.allocate_shared_memory(gl.float32, [2, 32, NTS], _by_thread(NTS))
+    given = (steps, rs, out, control, capacity, run, ring, tickets, first_half, amax, amax_full, products, error)
     if WGS == 2:
-        kept = values if C.geometry.whole else gl.allocate_shared_memory(gl.float32, [2, 32, NTS], _by_thread(NTS))
         gl.warp_specialize(
             [
-                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),
-                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 1, C)),
+                (_consumer, (given, 0, C)),
+                (_consumer, (given, 1, C)),
                 (weights_producer, (copies, control, capacity, run, ring, tickets, C)),
                 (tokens_producer, (inputs, control, capacity, run, error, ring, tickets, C)),
             ],
@@ -301,13 +331,12 @@ def folded_moe(
             [C.registers, 32, 32],
         )
     else:
-        kept = values
         gl.warp_specialize(
             [
-                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 0, C)),
-                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 1, C)),
-                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 2, C)),
-                (_consumer, (steps, rs, out, control, capacity, run, ring, tickets, kept, amax, amax_full, 3, C)),
+                (_consumer, (given, 0, C)),
+                (_consumer, (given, 1, C)),
+                (_consumer, (given, 2, C)),
+                (_consumer, (given, 3, C)),
                 (weights_producer, (copies, control, capacity, run, ring, tickets, C)),
                 (tokens_producer, (inputs, control, capacity, run, error, ring, tickets, C)),
             ],

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from foldmoe.backends.hopper.kernels.copies import fp4_view, scale_view
+from foldmoe.backends.hopper.kernels.cut import STEP, keep
 from foldmoe.backends.hopper.kernels.tickets import advance, finish_reads
 
 # Eight E2M1 codes (one word) to two words of four E4M3; $3 and $7 hold the table of the eight magnitudes at this
@@ -55,13 +56,15 @@ def _upcast(codes, offsets, dot_layout: gl.constexpr):
 
 
 @gluon.jit
-def fp4_product(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def fp4_product(steps, slot, phase, kept, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """Sums over K of codes x tokens, promoted to float32 times the token's scale every 128 columns.
+
+    ``kept``: where products are kept, and of how many tokens, if K may be cut (``cut.py``).
 
     Returns the warpgroup's sums in one tuple, unit after unit of each group of columns, and the ring's next slot.
     """
     if C.units == 1:
-        return _one_unit(steps, slot, phase, ring, NT, WG, C)
+        return _one_unit(steps, slot, phase, kept, ring, NT, WG, C)
     elif first_group(NT) == NT:
         return _two_units(steps, slot, phase, ring, NT, WG, C)
     else:
@@ -89,13 +92,15 @@ def accumulator(columns):
 
 
 @gluon.jit
-def _one_unit(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def _one_unit(steps, slot, phase, kept, ring, NT: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """Two steps a turn: an FP8 operand carried round the loop costs byte shuffles. An odd K ends in a step of zeros."""
     _weights, _offsets, tokens, scales4, _scales8, full, empty = ring
     ST: gl.constexpr = C.stages
     mma: gl.constexpr = accumulator(NT)
     zero = gl.zeros([64, NT], gl.float32, mma)
     acc = gl.zeros([64, NT], gl.float32, mma)
+    if C.parts > 1:
+        at, rows = kept
     for _ in range((steps + 1) // 2):
         slot1, phase1 = advance(slot, phase, ST)
         mbarrier.wait(full.index(slot), phase)
@@ -110,9 +115,14 @@ def _one_unit(steps, slot, phase, ring, NT: gl.constexpr, WG: gl.constexpr, C: g
         finish_reads()
         mbarrier.arrive(empty.index(slot), count=1)
         acc += part * s0
+        if C.parts > 1:
+            keep(part * s0, at, rows)
         part1 = warpgroup_mma_wait(0, deps=(p1,))
         mbarrier.arrive(empty.index(slot1), count=1)
         acc += part1 * s1
+        if C.parts > 1:
+            keep(part1 * s1, at + STEP, rows)
+            at += 2 * STEP
         slot, phase = advance(slot1, phase1, ST)
     return (acc,), slot, phase
 
@@ -243,7 +253,7 @@ def group_scales(offsets, slot, row: gl.constexpr, layout: gl.constexpr, KG: gl.
 
 
 @gluon.jit
-def fp8_product(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
+def fp8_product(steps, slot, phase, kept, ring, WG: gl.constexpr, C: gl.constexpr):
     """The same for E4M3 weights with KG scales a K step and 8 rows: promoted every 128 / KG columns."""
     weights, offsets, tokens, _scales4, scales8, full, empty = ring
     NT: gl.constexpr = C.shared_tokens
@@ -253,6 +263,8 @@ def fp8_product(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
     KW: gl.constexpr = 128 // KG
     zero = gl.zeros([64, NT], gl.float32, mma)
     acc = gl.zeros([64, NT], gl.float32, mma)
+    if C.parts > 1:
+        at, rows = kept
     for _ in range(steps):
         mbarrier.wait(full.index(slot), phase)
         a = weights.index(slot).slice(WG * 64, 64)
@@ -265,6 +277,9 @@ def fp8_product(steps, slot, phase, ring, WG: gl.constexpr, C: gl.constexpr):
             finish_reads()
             mbarrier.arrive(empty.index(slot), count=1)
             acc += part * (s * w0)
+            if C.parts > 1:
+                keep(part * (s * w0), at, rows)
+                at += STEP
         else:
             w1 = group_scales(offsets, slot, WG * KG + 1, mma, KG)
             w2 = group_scales(offsets, slot, WG * KG + 2, mma, KG)

@@ -18,6 +18,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foldmoe.backends.hopper.kernels.routes import (
+    HEAD,
+    MET,
     aligned,
     count_strays,
     load_ids,
@@ -126,8 +128,12 @@ def prologue(
     VALID_TENSOR: tl.constexpr,
     SHARED_TENSOR: tl.constexpr,
     PDL: tl.constexpr,
+    CUT: tl.constexpr,
 ):
-    """Small batches: program (m, part) is a token's columns, the first program lists the tiles."""
+    """Small batches: program (m, part) is a token's columns, the first program lists the tiles.
+
+    CUT: K of up tiles may be cut, so their counters are set to zero.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -145,6 +151,9 @@ def prologue(
             bad += ((start + lane < valid * K) & ((found < -1) | (found >= E))).to(tl.int32)
         count_strays(strays, bad)
         write_table(counts, control, capacity, base, begin, end, NT, NTS, EP, 256)
+        if CUT:
+            counter = tl.arange(0, 512)
+            tl.store(control + MET + counter, tl.zeros([512], tl.int32), mask=counter < HEAD - MET)
     else:
         m = (pid - 1) // PARTS
         if m < valid:

@@ -3,11 +3,14 @@
 import triton
 import triton.language as tl
 
+from foldmoe.backends.hopper import workspace
+
 ROW_ALIGN = tl.constexpr(4)
 """Rows that every tile's first row is a multiple of (``workspace.ROW_ALIGN``)."""
 
-HEAD = tl.constexpr(16)
-"""Words before the tile table in the control block; see ``workspace.py``."""
+MET = tl.constexpr(workspace.MET)
+HEAD = tl.constexpr(workspace.HEAD)
+"""Words of the control block before the counters of cut tiles and before the tile table; see ``workspace.py``."""
 
 
 @triton.jit

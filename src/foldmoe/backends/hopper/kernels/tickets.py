@@ -4,11 +4,53 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from foldmoe.backends.hopper import heuristics, workspace
+
 TICKETS = gl.constexpr(4)
 """Depth of the ring of tickets."""
 
-HEAD = gl.constexpr(16)
-"""Words before the tile table in the control block (see ``workspace.py``)."""
+CUT_TILES = gl.constexpr(heuristics.CUT_TILES)
+
+MET = gl.constexpr(workspace.MET)
+HEAD = gl.constexpr(workspace.HEAD)
+"""Words of the control block before the counters of cut tiles and before the tile table; see ``workspace.py``."""
+
+
+# Wait until *$1 >= $2; after two seconds report to $3 and trap. The fence orders later bulk copies after the acquire.
+_SPIN = gl.constexpr("""{
+.reg .pred p, q;
+.reg .b32 v;
+.reg .b64 start, now;
+ld.acquire.gpu.global.b32 v, [$1];
+setp.ge.s32 p, v, $2;
+@p bra DONE;
+mov.u64 start, %globaltimer;
+AGAIN:
+nanosleep.u32 32;
+ld.acquire.gpu.global.b32 v, [$1];
+setp.ge.s32 p, v, $2;
+@p bra DONE;
+mov.u64 now, %globaltimer;
+sub.s64 now, now, start;
+setp.lt.s64 q, now, 2000000000;
+@q bra AGAIN;
+st.volatile.global.b32 [$3+4], $4;
+st.volatile.global.b32 [$3+8], v;
+st.volatile.global.b32 [$3+12], $2;
+st.volatile.global.b32 [$3], 1;
+fence.acq_rel.sys;
+trap;
+DONE:
+fence.proxy.async.global;
+mov.b32 $0, v;
+}""")
+
+
+@gluon.jit
+def wait_for(counter, wanted, error, ticket):
+    """Until others have counted so far; what they stored before is then there, for bulk copies too."""
+    arguments: gl.constexpr = "=r,l,r,l,r"
+    gl.inline_asm_elementwise(_SPIN, arguments, [counter, wanted, error, ticket], dtype=gl.int32, is_pure=False, pack=1)
 
 
 # Under programmatic dependent launch: wait for the prologue, let the combine be scheduled. No-ops otherwise.
@@ -49,7 +91,7 @@ def finish_reads():
 
 @gluon.jit
 def locate(ticket, head, control, capacity, C: gl.constexpr):
-    """Ticket to tile: (is shared, is up, expert, row block, first token row, rows, counter).
+    """Ticket (of whole tiles) to tile: (is shared, is up, expert, row block, first token row, rows, counter).
 
     A row block is 256 rows; a shared down tile's is 64 x WGS beside MXFP4.
     """
@@ -87,10 +129,34 @@ def locate(ticket, head, control, capacity, C: gl.constexpr):
 
 
 @gluon.jit
-def ticket_count(head, C: gl.constexpr):
+def up_tiles(head, C: gl.constexpr):
+    routed_tiles, shared_tiles, _shared_begin, _shared_end = head
+    return shared_tiles * C.geometry.up8 + routed_tiles * C.geometry.up4
+
+
+@gluon.jit
+def ticket_count(head, parts, C: gl.constexpr):
     routed_tiles, shared_tiles, _shared_begin, _shared_end = head
     g: gl.constexpr = C.geometry
-    return shared_tiles * (g.up8 + g.down8 * C.passes) + routed_tiles * (g.up4 + g.down4)
+    return up_tiles(head, C) * parts + shared_tiles * (g.down8 * C.passes) + routed_tiles * g.down4
+
+
+@gluon.jit
+def cut(head, k_up, C: gl.constexpr):
+    """How up tiles are cut along K (``cut.py``): their parts, and K steps of a part but perhaps the last."""
+    tiles = up_tiles(head, C)
+    room = gl.minimum(gl.num_programs(0) // gl.maximum(tiles, 1), C.parts)
+    parts = gl.where(tiles <= CUT_TILES, gl.maximum(room, 1), 1)
+    steps = (k_up + 2 * parts - 1) // (2 * parts) * 2  # a turn of the loop over MXFP4 takes two
+    return (k_up + steps - 1) // steps, steps
+
+
+@gluon.jit
+def part_of(ticket, head, parts, C: gl.constexpr):
+    """Ticket to the number of a tile, for :func:`locate`, and the part of its K: parts of a tile follow each other."""
+    ups = up_tiles(head, C)
+    up = ticket < ups * parts
+    return gl.where(up, ticket // parts, ticket - ups * (parts - 1)), gl.where(up, ticket % parts, 0)
 
 
 @gluon.jit
