@@ -143,8 +143,8 @@ class HopperLayer(PackedLayer):
         stalled, ticket, found, wanted = workspace.stall_report(self.weights.device).tolist()
         if stalled:
             raise RuntimeError(
-                f"foldmoe: a Hopper launch gave up after two seconds: tile {ticket} waited for {wanted} parts of its "
-                f"token tile's hidden vectors, {found} came. Please report this with the layer's plan"
+                f"foldmoe: a Hopper launch gave up after two seconds: ticket {ticket} waited for {wanted} parts of "
+                f"its hidden vectors or of its sum over K, {found} came. Please report this with the layer's plan"
             )
         config = self._last.describe() if self._last else None
         counts = {source: self._found[source] for source in ("tuned", "heuristic")}
