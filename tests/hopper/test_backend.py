@@ -239,7 +239,9 @@ def test_a_launch_that_gave_up_is_named_by_its_tile(monkeypatch):
     layer = pack(weights(2, 256, 128, mxfp4.quantize), None)
     reports = {layer.weights.device: torch.tensor([1, 77, 3, 8], dtype=torch.int32)}
     monkeypatch.setattr(workspace, "stall_report", reports.__getitem__)
-    with pytest.raises(RuntimeError, match="ticket 77 waited for 8 parts of its hidden vectors or of its sum over K, 3 came"):
+    with pytest.raises(
+        RuntimeError, match="ticket 77 waited for 8 parts of its hidden vectors or of its sum over K, 3 came"
+    ):
         layer.stats()
     reports[layer.weights.device].zero_()
     assert layer.stats()["ids_out_of_range"] == 0

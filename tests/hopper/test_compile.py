@@ -12,6 +12,9 @@ from tests.hopper import offline
 
 TOKEN = heuristics.Geometry(4096, 16, 16, 16, 16, 16, 16, 1, 10.0, 10.0, token_scales=True)
 FLASH = heuristics.Geometry(4096, 16, 16, 16, 16, 16, 16, 1, 10.0, 10.0)
+NARROW = replace(FLASH, up4=2, up8=2, k_down4=2, k_down8=2)
+"""One of eight ranks that share the width of V4-Flash's experts."""
+
 V41 = heuristics.Geometry(5120, 18, 20, 18, 20, 18, 18, 4, 10.0, 10.0)
 ALONE = heuristics.Geometry(512, 3, 2, 0, 0, 3, 0, 0, inf, inf)
 V3 = heuristics.Geometry(7168, 16, 28, 16, 28, 16, 16, 1, inf, inf, routed="fp8", routed_groups=1)
@@ -81,14 +84,14 @@ def check(config, spilled=0):
     ("geometry", "size"),
     [
         (FLASH, (8, 8, 4)),
-        (FLASH, (8, 8, 4, 0, heuristics.PARTS)),
+        (NARROW, (8, 8, 4, 0, heuristics.PARTS)),
         (V3, (8, 8, 4)),
         (BF16, (8, 8, 4)),
         (CLAMPED[0], (128, 128, 2)),
         pytest.param(ALONE, (32, 32, 2), marks=pytest.mark.slow),
         pytest.param(FP8_ALONE, (16, 8, 4), marks=pytest.mark.slow),
     ],
-    ids=["flash", "flash, cut", "v3", "bf16", "v3 clamped", "routed alone", "fp8 alone"],
+    ids=["flash", "narrow, cut", "v3", "bf16", "v3 clamped", "routed alone", "fp8 alone"],
 )
 def test_compiles(geometry, size):
     check(heuristics.build(geometry, *size))
@@ -105,7 +108,7 @@ def test_products_of_one_step_stay_loops():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "config",
-    [c for g in (FLASH, TOKEN, V41, PRO, V3, FINE, BF16, *CLAMPED) for c in every(g)],
+    [c for g in (FLASH, NARROW, TOKEN, V41, PRO, V3, FINE, BF16, *CLAMPED) for c in every(g)],
     ids=name,
 )
 def test_every_choice_compiles(config):
@@ -142,12 +145,12 @@ def test_many_tokens_with_few_routes_an_expert_take_wide_shared_tiles():
 @pytest.mark.parametrize(
     ("geometry", "rows", "routes", "experts", "cut"),
     [
-        (replace(FLASH, up4=2, up8=2), 1, 6, 256, True),  # one of eight ranks that share the experts' width
-        (replace(FLASH, up4=2, up8=2), 2, 6, 256, False),  # 26 tiles
+        (NARROW, 1, 6, 256, True),  # 14 tiles
+        (NARROW, 2, 6, 256, False),  # 26
         (FLASH, 1, 6, 256, False),  # 112
         (FLASH, 1, 6 / 8, 32, False),  # an expert-parallel rank: 28 on average
         (replace(FLASH, up4=1, up8=1), 2, 6, 256, True),  # one of sixteen ranks: 13
-        (replace(FLASH, up4=2, up8=2), 9, 6 / 8, 32, False),  # wider shared tiles
+        (NARROW, 9, 1 / 8, 32, False),  # wider shared tiles
         (replace(TOKEN, up4=2, up8=2), 1, 6, 256, False),
         (replace(V41, up4=2, up8=2), 1, 6, 256, False),
         (replace(V3, up4=2, up8=2), 1, 6, 256, False),

@@ -42,7 +42,8 @@ def compile_here() -> None:
                     f"triton {triton.__version__}  {name:5} M={tokens:<5} {found.name:8} {seconds:5.1f} s  {usage}",
                     flush=True,
                 )
-    for geometry in (test_compile.FLASH, test_compile.V41, test_compile.TOKEN, test_compile.V3, test_compile.BF16):
+    names = ("FLASH", "NARROW", "V41", "TOKEN", "V3", "BF16")
+    for geometry in (getattr(test_compile, name) for name in names):
         chosen = test_compile.every(geometry)
         for config in (chosen[0], max(chosen, key=lambda config: (config.tokens, config.between))):
             start = time.monotonic()
