@@ -53,7 +53,8 @@ def check(
     weights = torch.rand(m, k, generator=g)
     weights[ids < 0] = float("nan")
     geometry = heuristics.Geometry(hidden, 1, 1, 1, 1, 2, 2, 1, float("inf"), float("inf"), whole, routed)
-    config = heuristics.build(geometry, tile, 8, 4)
+    parts = heuristics.PARTS if seed % 2 else 1
+    config = heuristics.build(geometry, tile, 8, 4, parts=parts)
     bound = torch.tensor([valid], dtype=torch.int32) if tensors else valid
     rows = torch.tensor(shared_rows, dtype=torch.int32) if tensors else shared_rows
     call = Call(x, ids, weights, torch.rand(m, generator=g) if shared else None, 1.5, bound, rows, most)
@@ -76,6 +77,8 @@ def check(
     table = b.control[workspace.HEAD :][: 5 * b.capacity].view(5, b.capacity)[:, :n]
     assert torch.equal(table, torch.tensor(want.tiles, dtype=torch.int32).view(n, 5).T), (table, want.tiles)
     assert not (table[3] % 4).any()
+    met = b.control[workspace.MET : workspace.HEAD]
+    assert (met == (0 if parts > 1 else -77)).all()
     done = b.control[workspace.HEAD + 5 * b.capacity :]
     assert not done[:n].any()
     assert not done[b.capacity :][: head[1]].any()

@@ -88,7 +88,7 @@ class Step:
             "PERMUTED": self.layer.geometry.permuted,
             "QUANTISED": self.layer.geometry.quantised,
         }
-        tiles = {"NT": config.tokens, "NTS": config.shared_tokens, "HAS_SHARED": self.shared}
+        tiles = {"NT": config.tokens, "NTS": config.shared_tokens, "HAS_SHARED": self.shared, "CUT": config.parts > 1}
         common = {"EP": max(16, triton.next_power_of_2(experts)), "num_warps": _WARPS}
         block = min(512, max(32, triton.next_power_of_2(max(sized_for, 1))))
         places = {"x": call.x, "ids": call.topk_ids, "xq": b.xq, "xs": b.xs, "pos": b.pos}
@@ -101,7 +101,6 @@ class Step:
                 **{**columns, **tiles, **common, **kinds, **self._dependence()},
                 K=self.top_k,
                 BLOCK=block,
-                CUT=config.parts > 1,
             )
             return
         span = heuristics.ROUTE_BLOCK // self.top_k * self.top_k

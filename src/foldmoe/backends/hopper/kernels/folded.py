@@ -5,6 +5,8 @@ start in list order whatever else runs on the device, and a tile only ever waits
 
     shared up tiles | routed up tiles | shared down tiles | routed down tiles
 
+Where up tiles are few, their K is cut into parts with a ticket each (``cut.py``).
+
 A routed tile is 256 packed rows x one token tile. In an up projection these are 128 gate rows and 128 up rows,
 interleaved by 8: exactly one 128-column quantisation block of the hidden vector. A shared tile is the same, but beside
 MXFP4 experts its down tiles are 64 x WGS rows. K is always summed in one order, whatever the tile shape, so a row's

@@ -18,8 +18,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foldmoe.backends.hopper.kernels.routes import (
-    HEAD,
-    MET,
     aligned,
     count_strays,
     load_ids,
@@ -132,7 +130,7 @@ def prologue(
 ):
     """Small batches: program (m, part) is a token's columns, the first program lists the tiles.
 
-    CUT: K of up tiles may be cut, so their counters are set to zero.
+    CUT: K of up tiles may be cut (``cut.py``).
     """
     if PDL:
         gdc_wait()
@@ -150,10 +148,7 @@ def prologue(
             counts += tl.histogram(tl.where(live, found, 0), EP, mask=live)
             bad += ((start + lane < valid * K) & ((found < -1) | (found >= E))).to(tl.int32)
         count_strays(strays, bad)
-        write_table(counts, control, capacity, base, begin, end, NT, NTS, EP, 256)
-        if CUT:
-            counter = tl.arange(0, 512)
-            tl.store(control + MET + counter, tl.zeros([512], tl.int32), mask=counter < HEAD - MET)
+        write_table(counts, control, capacity, base, begin, end, NT, NTS, EP, CUT, 256)
     else:
         m = (pid - 1) // PARTS
         if m < valid:
@@ -240,6 +235,7 @@ def list_tiles(
     VALID_TENSOR: tl.constexpr,
     SHARED_TENSOR: tl.constexpr,
     PDL: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Second step, one program: the tile table; block counts become each block's first row for each expert.
 
@@ -255,7 +251,8 @@ def list_tiles(
     counts = tl.zeros([EP], tl.int32)
     for b in range(0, blocks, CHUNK):
         counts += tl.sum(tl.load(block_counts + (b + lane) * EP + expert, mask=b + lane < blocks, other=0), 0)
-    row = write_table(counts, control, capacity, aligned(M) if HAS_SHARED else 0, begin, end, NT, NTS, EP, 256)
+    base = aligned(M) if HAS_SHARED else 0
+    row = write_table(counts, control, capacity, base, begin, end, NT, NTS, EP, CUT, 256)
     for b in range(0, blocks, CHUNK):
         at = block_counts + (b + lane) * EP + expert
         n = tl.load(at, mask=b + lane < blocks, other=0)

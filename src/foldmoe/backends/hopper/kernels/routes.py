@@ -48,9 +48,13 @@ def write_table(
     NT: tl.constexpr,
     NTS: tl.constexpr,
     EP: tl.constexpr,
+    CUT: tl.constexpr,
     ZERO: tl.constexpr,
 ):
-    """Header, counters to zero, and one entry a routed token tile: expert, expert's first entry, its tiles, rows."""
+    """Header, counters to zero, and one entry a routed token tile: expert, expert's first entry, its tiles, rows.
+
+    CUT: counters of cut tiles too.
+    """
     tiles = (counts + NT - 1) // NT
     first = tl.cumsum(tiles, 0) - tiles
     taken = aligned(counts)
@@ -70,6 +74,9 @@ def write_table(
         tl.store(done + start + lane, tl.zeros([ZERO], tl.int32), mask=start + lane < routed_tiles)
     for start in range(0, shared_tiles, ZERO):
         tl.store(done + capacity + start + lane, tl.zeros([ZERO], tl.int32), mask=start + lane < shared_tiles)
+    if CUT:
+        counter = tl.arange(0, 256)
+        tl.store(control + MET + counter, tl.zeros([256], tl.int32), mask=counter < HEAD - MET)
     expert = tl.arange(0, EP)
     most = tl.max(tiles, 0)
     for tile in range(most):
