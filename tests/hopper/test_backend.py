@@ -77,6 +77,7 @@ def test_unpack_gives_the_stored_tensors_back(routed_format, e8m0_scales, width,
     spec = replace(spec, activation=Activation(7.0))
     outlined = HopperBackend().outline(spec, activations, resolve("h200")).weights
     assert outlined.geometry == layer.weights.geometry
+    assert outlined.powers == layer.weights.powers == (shared is None or shared.down.e8m0_scales)
     for role in ("up", "down", "shared_up", "shared_down"):
         part, planned = getattr(layer.weights, role), getattr(outlined, role)
         if part is not None:
