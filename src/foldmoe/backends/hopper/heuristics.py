@@ -23,7 +23,8 @@ there is one: at 72 it saved 13 to 15 % (H200, V4-Flash), and it is a third more
 PARTS, CUT_TILES = 8, 16
 """Where a launch has at most so many up tiles, their K is cut into up to so many parts, each a CTA's (``cut.py``). With
 14 (a token on one of eight ranks that share the width of V4-Flash's experts) it saved 23 % on an H200; with 26 it took
-4 % longer, with 38 and more 1 to 8 %: keeping products and adding them up costs more than the SMs that would be idle.
+5 % longer and with about 40 1 to 6 %: keeping products and adding them up costs more than the SMs that would be idle.
+With 28 of one token it saved 3 and 7 %, but two streams took up to 20 % longer.
 """
 
 _WIDEST_FINE = 64
