@@ -109,10 +109,12 @@ def test_two_launches_give_the_bits_of_one(pair):
 
 @pytest.mark.parametrize("sections", [(BOTH,), (ROUTED, SHARED)], ids=["folded", "two launches"])
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "shared_width"), [(1, 1152, 128), (3, 2048, 320), (8, 384, 64), (5, 128, 64), (2, 640, 0)]
+    ("tokens", "hidden", "shared_width"),
+    [(1, 1152, 128), (3, 2048, 320), (8, 384, 64), (5, 128, 64), (2, 640, 0), (12, 384, 64), (30, 256, 64)],
 )
 def test_a_cut_k_gives_the_bits_of_a_whole_one(tokens, hidden, shared_width, sections):
-    """Odd numbers of K steps, one step, more steps than are added at once; rows and pairs of tokens left empty."""
+    """Odd numbers of K steps, one step, more steps than are added at once; rows and pairs of tokens left empty; two
+    shared token tiles (12), and more tiles than are cut (30)."""
     same = Activation(LIMIT)
     routed, shared = weights("mxfp4-fp8_e8m0", EXPERTS, 192, shared_width or 32, hidden)
     layer = pack_layer(routed, shared if shared_width else None, same, same)
