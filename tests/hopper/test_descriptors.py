@@ -44,7 +44,8 @@ def test_descriptors(hidden, width, shared_width, block, routed):
     g = layer.geometry
     for tokens, top_k in ((1, 1), (7, 3), (130, 2)):
         rows = workspace.sorted_rows(tokens, top_k, layer.experts, bool(shared_width))
-        b = workspace.allocate(tokens, top_k, layer.experts, bool(shared_width), hidden, g.h_stride, "cpu", g.dtype)
+        sizes = workspace.Sizes(tokens, top_k, layer.experts, bool(shared_width), hidden, g.h_stride, g.dtype)
+        b = workspace.allocate(sizes, "cpu")
         assert b.row_capacity % 4 == 0
         assert b.row_capacity >= rows
         for size in SIZES:

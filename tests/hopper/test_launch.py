@@ -27,7 +27,8 @@ def launch(layer, case, config, sections=(BOTH,), others=()):
     g, shared = layer.geometry, layer.shared_up is not None
     tokens = case.x.shape[0]
     cut_steps = config.routed_steps[0] if config.parts > 1 else 0
-    b = workspace.allocate(tokens, TOP_K, layer.experts, shared, g.hidden, g.h_stride, "cpu", g.dtype, cut_steps)
+    sizes = workspace.Sizes(tokens, TOP_K, layer.experts, shared, g.hidden, g.h_stride, g.dtype, cut_steps)
+    b = workspace.allocate(sizes, "cpu")
     for t in (b.xq, b.xs, b.h, b.hs, b.d, b.products):
         t.view(torch.uint8).fill_(255)
     whole = g.token_scales

@@ -57,17 +57,11 @@ class Step:
         self.shared = self.layer.shared_up is not None and bool(self.sections & SHARED)
         self.top_k = self.call.topk_ids.shape[1] if self.sections & ROUTED else 0
         g = self.layer.geometry
-        self.buffers = workspace.allocate(
-            self.rows,
-            self.top_k,
-            self.layer.experts,
-            self.shared,
-            g.hidden,
-            g.h_stride,
-            self.layer.device,
-            g.dtype,
-            self.config.routed_steps[0] if self.config.parts > 1 else 0,
+        cut_steps = self.config.routed_steps[0] if self.config.parts > 1 else 0
+        sizes = workspace.Sizes(
+            self.rows, self.top_k, self.layer.experts, self.shared, g.hidden, g.h_stride, g.dtype, cut_steps
         )
+        self.buffers = workspace.allocate(sizes, self.layer.device)
 
     def prologue(self) -> None:
         """Fill the sorted rows, their positions and the control block."""
@@ -240,8 +234,7 @@ def run(
 def choose(layer: Weights, call: Call, route_share: float) -> Choice:
     """The config for a call, and where it comes from."""
     routes_per_row = call.topk_ids.shape[1] * route_share
-    sizes = layer.geometry, _sized_for(call), routes_per_row, layer.experts
-    return tuned.choose(*sizes, layer.gpu, layer.powers)
+    return tuned.choose(layer.geometry, _sized_for(call), routes_per_row, layer.experts, layer.gpu, layer.powers)
 
 
 def _sized_for(call: Call) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,37 +81,34 @@ def sorted_rows(tokens: int, top_k: int, experts: int, shared: bool) -> int:
     return (_up(tokens, ROW_ALIGN) if shared else 0) + routes + (ROW_ALIGN - 1) * min(experts, routes)
 
 
-def allocate(
-    tokens: int,
-    top_k: int,
-    experts: int,
-    shared: bool,
-    hidden: int,
-    h_stride: int,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    cut_steps: int = 0,
-) -> Buffers:
-    """Buffers for a batch, not initialised.
+class Sizes(NamedTuple):
+    """What a batch's buffers depend on.
 
     Args:
-        dtype: of tokens and hidden vectors. cut_steps: K steps of up tiles where they may be cut, else 0.
+        tokens, top_k, experts: of the batch. shared: whether there is a shared expert.
+        hidden, h_stride: columns of tokens and of hidden vectors. dtype: of both.
+        cut_steps: K steps of up tiles where they may be cut, else 0.
     """
-    carve, make = _layout(tokens, top_k, experts, shared, hidden, h_stride, dtype, cut_steps)
+
+    tokens: int
+    top_k: int
+    experts: int
+    shared: bool
+    hidden: int
+    h_stride: int
+    dtype: torch.dtype = torch.float8_e4m3fn
+    cut_steps: int = 0
+
+
+def allocate(sizes: Sizes, device: torch.device | str) -> Buffers:
+    """Buffers for a batch, not initialised."""
+    carve, make = _layout(sizes)
     return carve.kept(torch.device(device), make)
 
 
 @lru_cache(maxsize=1024)
-def _layout(
-    tokens: int,
-    top_k: int,
-    experts: int,
-    shared: bool,
-    hidden: int,
-    h_stride: int,
-    dtype: torch.dtype,
-    cut_steps: int,
-) -> tuple[Carve, Callable[[dict[str, Tensor]], Buffers]]:
+def _layout(sizes: Sizes) -> tuple[Carve, Callable[[dict[str, Tensor]], Buffers]]:
+    tokens, top_k, experts, shared, hidden, h_stride, dtype, cut_steps = sizes
     rows, routes = sorted_rows(tokens, top_k, experts, shared), tokens * top_k
     rows = _up(max(rows, 128), 128)
     capacity = min(routes, experts + routes // _TILE_ROWS) + 1

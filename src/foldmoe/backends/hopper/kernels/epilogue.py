@@ -126,7 +126,7 @@ def for_copies(block):
 
 @gluon.jit
 def count_stored(done, counter):
-    """This warpgroup's part of a hidden block is in memory."""
+    """What this warpgroup stored, its part of a hidden block or of a cut tile's products, is in memory."""
     barrier()
     gl.atomic_add(done + counter, 1, sem="release", scope="gpu")
 
