@@ -56,14 +56,13 @@ def name(config):
     return f"{g.routed}{scales}-{g.hidden}{clamps}{groups}-{tokens}-{config.shared_tokens}-{config.warpgroups}{parts}"
 
 
-def check(config, spilled=0):
-    """What was found, all of it as it must be: no more than ``spilled`` bytes a thread, none of them in a K loop."""
+def check(config):
+    """What was found, all of it as it must be."""
     found = offline.report(offline.compile_config(config))
     g = config.geometry
     assert found.shared <= 232448
     assert not found.warnings, "ptxas serialised wgmma or ignored setmaxnreg"
-    assert found.spilled <= spilled, found
-    assert found.loop_spills == 0, found
+    assert found.spilled == 0, found
     if g.quantised and not g.token_scales:
         assert found.fenced == found.loops, "a slot is given back while its scales may still be read"
     if g.token_scales:
@@ -119,8 +118,7 @@ def test_every_choice_compiles(config):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("config", [c for g in MIXED for c in every(g)], ids=name)
 def test_every_choice_compiles_where_sets_differ(config):
-    """Tiles of 128 tokens keep three addresses in local memory, stored once a launch and loaded once a tile."""
-    check(config, spilled=56 if config.tokens == 128 else 0)
+    check(config)
 
 
 @pytest.mark.parametrize(

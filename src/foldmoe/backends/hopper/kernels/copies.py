@@ -10,6 +10,7 @@ from foldmoe.backends.hopper.kernels.tickets import (
     after_prologue,
     cut,
     hand_out,
+    late,
     locate,
     part_of,
     read_head,
@@ -181,7 +182,7 @@ def tokens_producer(desc, control, capacity, run, error, ring, tickets, C: gl.co
         shared, up, _expert, _block, row, _rows, counter = locate(number, head, control, capacity, C)
         if not up:
             wanted = gl.where(shared, g.up8, g.up4) * WGS
-            wait_for(control + HEAD + 5 * capacity + counter, wanted, error, ticket)
+            wait_for(control + HEAD + 5 * late(capacity) + counter, wanted, error, ticket)
         if shared:
             if g.up8 > 0:
                 if up:

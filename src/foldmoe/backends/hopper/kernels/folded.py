@@ -192,7 +192,9 @@ def _apart(tile, rest, exchange, WG: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _consumer(given, WG: gl.constexpr, C: gl.constexpr):
-    steps, rs, out, control, capacity, run, ring, tickets, first_half, amax_bufs, amax_full, products, error = given
+    steps, rs, stored, control, capacity, run, ring, tickets, first_half, amax_bufs, amax_full, products, error = given
+    h, hs, row_capacity, d = stored
+    out = (h, hs, control + HEAD + 5 * late(capacity), row_capacity, d)
     amax4, amax8 = amax_bufs
     after_prologue(run)
     head = read_head(control, run)
@@ -311,7 +313,7 @@ def folded_moe(
     mbarrier.init(amax_full, count=WGS)
     ring = (weights, offsets, tokens, scales4, scales8, full, empty)
     tickets = (values, ticket_full, ticket_empty)
-    out = (h, hs, control + HEAD + 5 * capacity, row_capacity, d)
+    stored = (h, hs, row_capacity, d)
     steps = (k_up, k_down4, k_down8)
     rs = (rs1, rs2, xs)
     amax = (amax4, amax8)
@@ -320,7 +322,7 @@ def folded_moe(
     first_half = values
     if WGS == 2 and not C.geometry.whole:
         first_half = gl.allocate_shared_memory(gl.float32, [2, 32, NTS], _by_thread(NTS))
-    given = (steps, rs, out, control, capacity, run, ring, tickets, first_half, amax, amax_full, products, error)
+    given = (steps, rs, stored, control, capacity, run, ring, tickets, first_half, amax, amax_full, products, error)
     if WGS == 2:
         gl.warp_specialize(
             [

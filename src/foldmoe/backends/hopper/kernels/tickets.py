@@ -161,6 +161,7 @@ def part_of(ticket, head, parts, C: gl.constexpr):
 
 @gluon.jit
 def read_head(control, run):
+    run = late(run)
     return (gl.load(control) * (run & 1), gl.load(control + 1) * (run >> 1), gl.load(control + 2), gl.load(control + 3))
 
 
