@@ -3,7 +3,7 @@
 //     nvcc -arch=sm_90a -o handoff handoff.cu
 //     for m in 0 1 2 3 4 5; do compute-sanitizer --tool racecheck ./handoff $m; done
 //
-// compute-sanitizer 2025.3.1 on an H200 reported a race for 0, and for 3 to 5 as well.
+// compute-sanitizer 2025.3.1 on an H200 reported a race for 0, and for 3 to 5 as well; 2026.4.0 for 3 and 4.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
