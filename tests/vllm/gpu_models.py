@@ -60,11 +60,16 @@ def in_bf16(build: Callable[..., Any], *arguments: Any, **facts: Any) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
+def build_moe(engine: Any, prefix: str, kind: type = DeepseekV4MoE) -> Any:
+    """A layer's MoE module, its weights not loaded."""
+    asked = inspect.signature(kind.__init__).parameters
+    facts = {"num_hash_layers": MODEL["num_hash_layers"]} if "num_hash_layers" in asked else {}
+    return in_bf16(kind, engine, prefix=prefix, **facts)
+
+
 def dummy_moe(engine: Any, prefix: str) -> Any:
     """A layer's MoE module with vLLM's dummy weights, processed."""
-    asked = inspect.signature(DeepseekV4MoE.__init__).parameters
-    facts = {"num_hash_layers": MODEL["num_hash_layers"]} if "num_hash_layers" in asked else {}
-    moe = in_bf16(DeepseekV4MoE, engine, prefix=prefix, **facts)
+    moe = build_moe(engine, prefix)
     DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(moe, engine.model_config)
     process(moe)
     return moe

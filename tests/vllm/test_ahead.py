@@ -25,7 +25,9 @@ def config(batched: int, ranks: int, replica: int | None = None) -> Any:
     """What is read of vLLM's own."""
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=batched),
-        parallel_config=SimpleNamespace(data_parallel_size=ranks, data_parallel_rank_local=replica),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=ranks, data_parallel_rank_local=replica, enable_elastic_ep=False
+        ),
         model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
 

@@ -162,6 +162,7 @@ def test_stored_formats_are_read_from_vllms_configuration() -> None:
     assert v4 == Storage(Format.MXFP4, "weight_scale", torch.uint8, True)
     base = routed_storage(_config("deepseek_v4_fp8", expert_dtype="fp8", is_scale_e8m0=False), False)
     assert base == fp8
+    assert routed_storage(_config("fp8", is_scale_e8m0=True), False) == fp8, "vLLM's own layers hold float32 scales too"
     small = routed_storage(_config("fp8", weight_block_size=[32, 32]), False)
     assert isinstance(small, Storage)
     assert small.format is Format.FP8_32x32
@@ -175,6 +176,8 @@ def test_stored_formats_are_read_from_vllms_configuration() -> None:
         (_config("fp8", weight_block_size=[64, 64]), "64"),
         (_config("fp8", is_checkpoint_fp8_serialized=False), "while loading"),
         (_config("deepseek_v4_fp8", expert_dtype="fp4", moe_quant_algo="NVFP4"), "NVFP4"),
+        (_config("fp8", store_dtype="mxfp4"), "stored as mxfp4"),
+        (_config("fp8", online_quantization_config=object()), "--quantization-config"),
     ],
 )
 def test_other_formats_stay_with_vllm(config: Any, word: str) -> None:

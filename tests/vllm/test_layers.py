@@ -21,8 +21,11 @@ from tests.support.cases import assert_close, make_experts, make_layer
 
 pytest.importorskip("vllm.model_executor", reason="vLLM is not in this environment; make test-vllm has one of its own")
 
+from vllm import distributed
+from vllm.model_executor.layers.fused_moe import MoERunner
+
 from foldmoe.integrations.vllm import advice, plugin
-from foldmoe.integrations.vllm.layers import FoldedRoutedExperts, FoldedRunner
+from foldmoe.integrations.vllm.layers import FoldedRoutedExperts, FoldedRunner, Loaded
 from foldmoe.integrations.vllm.method import FoldedMethod
 from tests.vllm.factory import (
     EXPERTS,
@@ -235,3 +238,77 @@ def test_the_plugin_is_active_where_it_is_installed() -> None:
     """vLLM only logs a plugin that does not load: the entry point must be there and lead to ``register``."""
     assert plugin.active() == "foldmoe = foldmoe.integrations.vllm:register"
     assert advice.plugin_state().ok
+
+
+def test_a_runner_of_a_subclass_stays_with_vllm_by_name(engine: Any) -> None:
+    """vLLM builds those itself: the layer gets its line and vLLM's own method, shared expert and all."""
+
+    class LatentRunner(MoERunner):  # type: ignore[misc]
+        pass
+
+    mlp = SharedMLP(make_experts(Format.BF16, 1, SHARED, HIDDEN))
+    facts = {"runner_cls": LatentRunner, "params_dtype": torch.bfloat16, "prefix": "latent.experts"}
+    runner = make_runner(EXPERTS, TOP_K, HIDDEN, WIDTH, shared_experts=mlp, **facts)
+    assert type(runner) is LatentRunner
+    entry = plugin.record().entries[-1]
+    assert (entry.name, entry.plan) == ("latent.experts", None)
+    assert entry.reasons == ("vLLM runs it with LatentRunner",)
+    assert not isinstance(runner.routed_experts.quant_method, FoldedMethod)
+    assert isinstance(runner.foldmoe_loaded, Loaded)
+    entry.loaded = True
+
+
+def test_a_shared_expert_of_two_layers_is_folded_once_or_refused(engine: Any) -> None:
+    """Ernie-4.5-VL builds one for its text and its vision experts."""
+
+    class Ernie4_5_VLMoeMLP(SharedMLP):  # noqa: N801  vLLM's own name
+        pass
+
+    pair = make_layer(Format.BF16, Format.BF16, EXPERTS, WIDTH, SHARED, HIDDEN)
+    facts = {"params_dtype": torch.bfloat16, "custom_routing_function": lambda gating_output, **_: None}
+    for part in ("text", "vision"):
+        make_runner(
+            EXPERTS, TOP_K, HIDDEN, WIDTH, prefix=f"ernie.{part}", shared_experts=Ernie4_5_VLMoeMLP(pair[1]), **facts
+        )
+        entry = plugin.record().entries[-1]
+        assert "serves two sets of routed experts: text and vision experts" in entry.reasons[0]
+        entry.loaded = True
+    mlp = SharedMLP(pair[1])
+    make_runner(EXPERTS, TOP_K, HIDDEN, WIDTH, prefix="twice.one", shared_experts=mlp, **facts)
+    with pytest.raises(RuntimeError, match=r"twice.two: its shared expert is twice.one's too"):
+        make_runner(EXPERTS, TOP_K, HIDDEN, WIDTH, prefix="twice.two", shared_experts=mlp, **facts)
+    for entry in plugin.record().entries[-2:]:
+        entry.loaded = True
+
+
+def test_a_dropped_engine_frees_its_packed_weights(engine: Any) -> None:
+    pair = make_layer(Format.BF16, Format.BF16, EXPERTS, WIDTH, SHARED, HIDDEN)
+    runner = build(pair[0], SharedMLP(pair[1]), "dropped")
+    entry = plugin.record().entries[-1]
+    assert isinstance(entry.moe, FoldedMoE)
+    assert not entry.gone
+    del runner, engine.compilation_config.static_forward_context[entry.name]  # the configuration goes with its engine
+    gc.collect()
+    assert entry.moe is None
+    assert entry.gone
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["no group for experts", "elastic"])
+def test_layers_load_where_ranks_have_no_group_for_experts(
+    engine: Any, elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes none for a model that it does not take for one with experts; elastic groups are unknown to torch."""
+
+    def no_group() -> Any:
+        raise AssertionError("expert parallel group is not initialized" if not elastic else "asked for a group")
+
+    monkeypatch.setattr(distributed, "get_ep_group", no_group)
+    monkeypatch.setattr(engine.parallel_config, "enable_elastic_ep", elastic)
+    mlp = SharedMLP(make_experts(Format.BF16, 1, SHARED, HIDDEN))
+    facts = {"params_dtype": torch.bfloat16, "custom_routing_function": lambda gating_output, **_: None}
+    runner = make_runner(EXPERTS, TOP_K, HIDDEN, WIDTH, prefix=f"groupless.{elastic}", shared_experts=mlp, **facts)
+    entry = plugin.record().entries[-1]
+    assert entry.folded is not elastic
+    monkeypatch.setattr(plugin.record(), "entries", [entry])  # the last one, so that ranks are asked
+    runner.foldmoe_loaded.quant_method.process_weights_after_loading(runner.foldmoe_loaded)
+    assert entry.loaded

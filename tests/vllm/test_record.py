@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import pytest
+import torch
 
 import foldmoe.backends  # noqa: F401  registers the backends that plans ask
 from foldmoe.formats import Format
@@ -110,3 +112,15 @@ def test_ranks_that_decide_differently_stop_with_their_names() -> None:
     with pytest.raises(PlanMismatchError, match=r"rank 1 differs from rank 0 in model.layers.2.*'stock'"):
         compare(decided, simulate(2))
     compare(decided[:1] * 2, simulate(2))
+
+
+def test_layers_of_an_engine_that_is_gone_are_not_counted() -> None:
+    """A second engine in one process: its layers are no drafts of the first one's, which nobody holds any more."""
+    runner = torch.nn.Module()
+    record = _record(_entry(1, owner=ref(runner)), _entry(2, owner=ref(runner)))
+    record.begun = 2
+    assert record.enter(_entry(3)).draft, "the first engine lives"
+    record.entries.pop()
+    del runner
+    assert not record.enter(_entry(1)).draft
+    assert (len(record.entries), record.begun) == (1, 0)

@@ -1,4 +1,4 @@
-"""New weights for a loaded layer, by vLLM's own reload functions: an error, never old weights without a word."""
+"""New weights for a loaded layer, by vLLM's own reload functions, and saving what is no parameter any more: errors."""
 
 from __future__ import annotations
 
@@ -58,19 +58,21 @@ def test_a_reload_that_brings_this_layer_nothing_is_none_of_its_business(engine:
     assert not list(model.parameters())
 
 
-def test_the_worker_refuses_before_anything_is_touched(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", reloading.REFUSED)
+def test_the_worker_refuses_before_anything_is_touched(engine: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Of a worker whose layers are all vLLM's own nothing is kept."""
     given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(Worker, "reload_weights", lambda self, *words, **named: given.append((words, named)))
+    monkeypatch.setattr(Worker, name, lambda self, *words, **named: given.append((words, named)))
     reloading.guard()
-    guarded = Worker.reload_weights
+    guarded = getattr(Worker, name)
     reloading.guard()
-    assert Worker.reload_weights is guarded
+    assert getattr(Worker, name) is guarded
     worker = object.__new__(CPUWorker)
-    _folded("reload.worker")
-    with pytest.raises(RuntimeError, match=r"nothing was changed: foldmoe packed \d+ layers, .* FOLDMOE_FOLD=stock"):
-        worker.reload_weights(weights_path="somewhere")
+    kept = _folded(f"worker.{name}")
+    with pytest.raises(RuntimeError, match=rf"{name} is refused .*: foldmoe packed \d+ layers, .* FOLDMOE_FOLD=stock"):
+        getattr(worker, name)(path="somewhere")
     assert not given
+    assert kept
     monkeypatch.setattr(plugin.record(), "entries", [])
-    worker.reload_weights("one", weights_path="somewhere")
-    assert given == [(("one",), {"weights_path": "somewhere"})]
+    getattr(worker, name)("one", path="somewhere")
+    assert given == [(("one",), {"path": "somewhere"})]

@@ -6,8 +6,11 @@ for folding wherever the routed experts allow it, and made anew by vLLM's own me
 
 from __future__ import annotations
 
+from functools import wraps
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +57,10 @@ class FoldedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         if self.expert_map_manager.num_fused_shared_experts:
             reasons += ("vLLM itself put the shared expert into a routed slot",)
         skipped = quant_config is not None and is_layer_skipped(
-            prefix, getattr(quant_config, "ignored_layers", None) or [], quant_config.packed_modules_mapping
+            prefix,
+            getattr(quant_config, "ignored_layers", None) or [],
+            quant_config.packed_modules_mapping,
+            **_matching(quant_config),
         )
         storage = routed_storage(quant_config, skipped)
         if isinstance(storage, str):
@@ -122,7 +128,7 @@ class FoldedRunner(MoERunner):  # type: ignore[misc]
 
     def __init__(self, **named: Any) -> None:
         routed, moe = named["routed_experts"], named["moe_config"]
-        entry = plugin.record().enter(Entry(named["layer_name"]))
+        entry = plugin.record().enter(Entry(named["layer_name"], owner=ref(self)))
         if isinstance(routed.quant_method, FoldedMethod):
             decided = _decide(routed, moe, named)
             if isinstance(decided, LayerPlan):
@@ -146,6 +152,33 @@ class FoldedRunner(MoERunner):  # type: ignore[misc]
         if self.foldmoe_first and not torch.compiler.is_compiling():
             plugin.note_forward(self.foldmoe_engine)
         return super()._forward_impl(*arguments, **named)
+
+
+def watch() -> None:
+    """Have runners of vLLM's subclasses be named too: vLLM builds those itself, so their layers stay with it."""
+    stock = MoERunner.__init__
+
+    @wraps(stock)
+    def build(self: Any, *arguments: Any, **named: Any) -> None:
+        if isinstance(self, FoldedRunner):
+            stock(self, *arguments, **named)
+            return
+        given = signature(stock).bind(self, *arguments, **named).arguments
+        routed = given["routed_experts"]
+        reasons = getattr(routed, "reasons", ()) or (f"vLLM runs it with {type(self).__name__}",)
+        entry = plugin.record().enter(Entry(given["layer_name"], reasons=reasons, owner=ref(self)))
+        if isinstance(routed.quant_method, FoldedMethod):
+            routed.back_to_vllm()
+        stock(self, *arguments, **named)
+        self.foldmoe_loaded = Loaded(entry, get_current_vllm_config())
+
+    MoERunner.__init__ = build
+
+
+def _matching(quant_config: Any) -> dict[str, Any]:
+    """How names of ignored layers match, for versions that know more than one way."""
+    mode = getattr(quant_config, "ignored_layers_match_mode", None)
+    return {} if mode is None else {"match_mode": mode}
 
 
 def _decide(routed: FoldedRoutedExperts, moe: Any, named: dict[str, Any]) -> LayerPlan | tuple[str, ...]:

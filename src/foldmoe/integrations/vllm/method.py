@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class FoldedMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is not ins
             consume=True,
         )
         # Packing may have found another backend.
-        self.entry.moe, self.entry.plan = self.layer, _with_shared_width(self.layer.plan, shared.width)
+        self.entry.packed, self.entry.plan = ref(self.layer), _with_shared_width(self.layer.plan, shared.width)
 
     def apply(
         self,
@@ -160,7 +160,7 @@ class Claimed(QuantizeMethodBase):  # type: ignore[misc]
         Raises:
             RuntimeError: new weights, after the layer was packed.
         """
-        if self.entry.moe is not None and layer._parameters:  # a reload registers them again
+        if self.entry.packed is not None and layer._parameters:  # a reload registers them again
             raise RuntimeError(
                 f"{self.entry.name}: new weights came for the shared expert after the layer was packed; {INSTEAD}"
             )

@@ -44,10 +44,11 @@ def register() -> None:
     )
     from vllm.model_executor.layers.fused_moe import MoERunner, RoutedExperts
 
-    from foldmoe.integrations.vllm.layers import FoldedRoutedExperts, FoldedRunner
+    from foldmoe.integrations.vllm.layers import FoldedRoutedExperts, FoldedRunner, watch
 
     RoutedExperts.register_oot(FoldedRoutedExperts, name="RoutedExperts")
     MoERunner.register_oot(FoldedRunner, name="MoERunner")
+    watch()
     logger().info("foldmoe: active, fold %s", chosen.policy.fold)
 
 
@@ -85,7 +86,7 @@ def note_loaded(engine: Any) -> None:
     if not found.complete:
         return
     reloading.guard()
-    from vllm.distributed import get_ep_group, get_world_group
+    from vllm.distributed import get_world_group
 
     from foldmoe.parallel.transport import DistributedTransport
 
@@ -94,8 +95,8 @@ def note_loaded(engine: Any) -> None:
     found.device = "cuda" if torch.cuda.is_available() else "cpu"
     if found.device == "cuda":
         found.model_load_bytes = torch.cuda.memory_allocated()
-    sharing = get_ep_group()  # all ranks that hold the same layers; pipeline stages hold others
-    if sharing.world_size > 1:
+    sharing = _sharing(engine)
+    if sharing is not None and sharing.world_size > 1:
         found.agree(DistributedTransport(sharing.cpu_group))
     for line in found.lines():
         logger().info(line)
@@ -105,6 +106,22 @@ def note_loaded(engine: Any) -> None:
 
         ahead.begin(found.plans[found.begun :], engine, world.local_rank)
         found.begun = len(found.plans)
+
+
+def _sharing(engine: Any) -> Any:
+    """vLLM's group of all ranks that hold the same layers (pipeline stages hold others); None if there is none to ask.
+
+    Elastic expert parallelism, with which nothing folds, has ranks come later and alone, and groups that torch does not
+    know. Without an expert-parallel group vLLM does not take the model for one with experts.
+    """
+    from vllm.distributed import get_ep_group, get_tp_group
+
+    if engine.parallel_config.enable_elastic_ep:
+        return None
+    try:
+        return get_ep_group()
+    except AssertionError:
+        return get_tp_group()
 
 
 def note_forward(engine: Any) -> None:

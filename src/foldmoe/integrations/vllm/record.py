@@ -19,6 +19,7 @@ from foldmoe.parallel.agree import compare
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from weakref import ReferenceType
 
     from foldmoe.layer import FoldedMoE
     from foldmoe.parallel.transport import Transport
@@ -35,7 +36,8 @@ class Entry:
         name: vLLM's, e.g. ``model.layers.3.mlp.experts``.
         plan: how it folds; None for a layer that stays with vLLM.
         reasons: why it stays.
-        moe: the packed layer, once loaded.
+        owner: weakly, the runner of the layer; None where nobody asks whether it still lives.
+        packed: weakly, the packed layer, once loaded.
         loaded: its weights are there.
         shared_stream: vLLM runs the shared expert of this layer on a second stream; None where it has none.
         draft: it belongs to a draft model (MTP).
@@ -45,11 +47,21 @@ class Entry:
     name: str
     plan: LayerPlan | None = None
     reasons: tuple[str, ...] = ()
-    moe: FoldedMoE | None = None
+    owner: ReferenceType[Any] | None = None
+    packed: ReferenceType[FoldedMoE] | None = None
     loaded: bool = False
     shared_stream: bool | None = None
     draft: bool = False
     slot_zeros: int = 0
+
+    @property
+    def gone(self) -> bool:
+        """Its engine was dropped in this process."""
+        return self.owner is not None and self.owner() is None
+
+    @property
+    def moe(self) -> FoldedMoE | None:
+        return None if self.packed is None else self.packed()
 
     @property
     def folded(self) -> bool:
@@ -102,7 +114,13 @@ class Record:
     begun: int = 0
 
     def enter(self, entry: Entry) -> Entry:
-        """Add a layer. vLLM builds a draft model once all of the main one is loaded, and gives no other sign of it."""
+        """Add a layer; those of an engine that is gone go.
+
+        vLLM builds a draft model once all of the main one is loaded, and gives no other sign of it.
+        """
+        if any(earlier.gone for earlier in self.entries):
+            self.entries = [earlier for earlier in self.entries if not earlier.gone]
+            self.begun = 0
         entry.draft = self.complete or any(earlier.draft for earlier in self.entries)
         self.entries.append(entry)
         return entry

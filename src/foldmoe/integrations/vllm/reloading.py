@@ -1,4 +1,7 @@
-"""New weights for a running server: refused before vLLM touches a parameter, since folded layers are packed once."""
+"""What a running server may be asked to do with its weights, refused before vLLM touches one.
+
+Folded layers are packed once, and their weights are no parameters of the model any more.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,42 @@ INSTEAD = "start the server anew with the new weights, or start it with FOLDMOE_
 WORKER = "vllm.v1.worker.gpu_worker"
 """Module of vLLM's ``Worker``; its worker on CPUs is a subclass of it."""
 
+_SAVING = "what is saved would lack their experts; start the server with FOLDMOE_FOLD=stock to save it"
+
+REFUSED = {
+    "reload_weights": f"packed layers take no new weights; {INSTEAD}",
+    "save_sharded_state": _SAVING,
+    "save_tensorized_model": _SAVING,
+}
+"""Methods of it, and what stands against each."""
+
 _MARK = "_foldmoe"
 
 
 def guard() -> None:
-    """Have ``Worker.reload_weights`` refuse once layers fold; any number of calls count as one.
+    """Have ``Worker`` refuse these once layers fold; any number of calls count as one.
 
     vLLM's reload first puts every parameter of the model on the meta device and then loads: an error of one layer's
     comes too late to go on serving. Nothing happens in a process that has no worker.
     """
     worker = getattr(sys.modules.get(WORKER), "Worker", None)
-    if worker is None or hasattr(worker.reload_weights, _MARK):
-        return
-    stock = worker.reload_weights
+    for name in REFUSED:
+        stock = getattr(worker, name, None)
+        if stock is not None and not hasattr(stock, _MARK):
+            setattr(worker, name, _refusing(stock, name))
 
+
+def _refusing(stock: Any, name: str) -> Any:
     @wraps(stock)
-    def reload_weights(self: Any, *arguments: Any, **named: Any) -> Any:
+    def refuse(self: Any, *arguments: Any, **named: Any) -> Any:
         from foldmoe.integrations.vllm import plugin
 
         if plans := plugin.record().plans:
             raise RuntimeError(
-                f"reload_weights is refused and nothing was changed: foldmoe packed {len(plans)} layers, the first "
-                f"{plans[0].layer}, and packed layers take no new weights; {INSTEAD}"
+                f"{name} is refused and nothing was changed: foldmoe packed {len(plans)} layers, the first "
+                f"{plans[0].layer}, and {REFUSED[name]}"
             )
         return stock(self, *arguments, **named)
 
-    setattr(reload_weights, _MARK, True)
-    worker.reload_weights = reload_weights
+    setattr(refuse, _MARK, True)
+    return refuse

@@ -14,7 +14,11 @@ from foldmoe.integrations.vllm.raw import set_dummy_scales
 from foldmoe.integrations.vllm.stored import FP8_BLOCKS
 from foldmoe.moe import Activation, ExpertSpec, ExpertWeights
 
-_SCALES = "weight_scale_inv"
+_SCALES = ("weight_scale_inv", "weight_scale")
+"""Of block FP8, and of MXFP8, by which vLLM reads DeepSeek-V4.1's blocks of 32x32: their rows repeated, as bytes."""
+
+SERVES_TWO = {"Ernie4_5_VLMoeMLP": "text and vision experts"}
+"""Shared experts that vLLM builds once for two sets of routed experts, by their class."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class SharedMLP:
         """Read a module's parts, or say why it is none that folds."""
         gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
         kind = type(module).__name__
+        if kind in SERVES_TWO:
+            return f"one shared expert ({kind}) serves two sets of routed experts: {SERVES_TWO[kind]}"
         if not isinstance(gate_up, nn.Module) or not isinstance(down, nn.Module):
             return f"the shared expert ({kind}) has no gate_up_proj and down_proj"
         if any("bias" in name for name, _ in module.named_parameters()):
@@ -61,7 +67,7 @@ class SharedMLP:
 
     def spec(self) -> ExpertSpec:
         """For the plan; tensors need not be loaded yet."""
-        scales = self.down._parameters.get(_SCALES)
+        scales = _scales(self.down)
         block = self.format.block
         if scales is not None and self.width % block[0]:
             block = gcd(block[0], self.width), block[1]
@@ -71,8 +77,17 @@ class SharedMLP:
         )
 
     def claim(self, replacement: Any) -> None:
-        """Take the linear layers away from vLLM's own processing, which would repack them."""
+        """Take the linear layers away from vLLM's own processing, which would repack them.
+
+        Raises:
+            RuntimeError: another layer has them already.
+        """
         for linear in (self.gate_up, self.down):
+            if isinstance(earlier := getattr(linear, "quant_method", None), type(replacement)):
+                raise RuntimeError(
+                    f"{replacement.entry.name}: its shared expert is {earlier.entry.name}'s too, and was "
+                    "folded there; FOLDMOE_FOLD=stock leaves the model to vLLM. Please report which model this is"
+                )
             linear.quant_method = replacement
 
     def take(self, dummy: bool = False) -> ExpertWeights:
@@ -85,6 +100,8 @@ class SharedMLP:
         for found in (scales, down_scales):
             if dummy and found is not None:
                 set_dummy_scales(found)
+        if scales is not None and down_scales is not None and scales.shape[1] == values.shape[1]:
+            return ExpertWeights(self._once(values, scales), self._once(down_values, down_scales))
         down = QuantizedTensor(down_values, down_scales, format=self.format)
         width = down.shape[-1]
         if scales is None or width % self.format.block[0] == 0:
@@ -94,9 +111,19 @@ class SharedMLP:
         gate, up = (QuantizedTensor(*half, format=self.format) for half in halves)
         return ExpertWeights.from_parts(gate, up, down)
 
+    def _once(self, weight: Tensor, repeated: Tensor) -> QuantizedTensor:
+        """Weights with one scale a block, of scales ``[1, rows, columns / block]`` as bytes, each block's in every row.
+
+        Sizes are multiples of the block: vLLM's MXFP8 layers take no other.
+        """
+        found = repeated[:, :: self.format.block[0]].contiguous().view(torch.float8_e8m0fnu)
+        return QuantizedTensor(weight, found, format=self.format)
+
     @staticmethod
     def _pop(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
-        weight, scales = linear._parameters.pop("weight"), linear._parameters.pop(_SCALES, None)
+        weight, scales = linear._parameters.pop("weight"), _scales(linear)
+        for name in _SCALES:
+            linear._parameters.pop(name, None)
         assert weight is not None
         return weight.data[None], None if scales is None else scales.data[None]
 
@@ -152,13 +179,20 @@ def _activation(act: Any) -> Activation | str:
     return f"the shared expert's activation is {kind}; only silu(gate) * up is known here"
 
 
+def _scales(linear: nn.Module) -> Tensor | None:
+    return next((found for name in _SCALES if (found := linear._parameters.get(name)) is not None), None)
+
+
 def _format(linear: nn.Module) -> Format | str:
-    weight, scales = linear._parameters.get("weight"), linear._parameters.get(_SCALES)
+    weight, scales = linear._parameters.get("weight"), _scales(linear)
+    method = getattr(linear, "quant_method", None)
     if weight is None:
-        return type(getattr(linear, "quant_method", None)).__name__
+        return type(method).__name__
     if weight.dtype in (torch.bfloat16, torch.float16, torch.float32) and scales is None:
         return Format.BF16
     block = getattr(linear, "weight_block_size", None)
+    if scales is not None and scales.shape[0] == weight.shape[0] and scales.element_size() == 1:
+        block = getattr(getattr(method, "ctx", None), "scale_block_size", None)  # in the checkpoint
     if weight.dtype == torch.float8_e4m3fn and scales is not None and block is not None:
         return FP8_BLOCKS.get(tuple(block), f"FP8 blocks of {block}")
-    return f"{str(weight.dtype).removeprefix('torch.')} by {type(getattr(linear, 'quant_method', None)).__name__}"
+    return f"{str(weight.dtype).removeprefix('torch.')} by {type(method).__name__}"

@@ -53,6 +53,10 @@ def routed_storage(quant_config: Any, skipped: bool) -> Storage | str:
         return f"routed experts quantised as {name!r} stay with vLLM; known here: bf16, block FP8, MXFP4"
     if not getattr(quant_config, "is_checkpoint_fp8_serialized", False):
         return "vLLM quantises this bf16 checkpoint to FP8 while loading: the precision is not the stored one"
+    if getattr(quant_config, "online_quantization_config", None) is not None:
+        return "quantisation while loading was asked for (--quantization-config): the precision is not the stored one"
+    if other := getattr(quant_config, "store_dtype", None):
+        return f"an FP8 checkpoint whose experts are stored as {other} stays with vLLM"
     dynamic = quant_config.activation_scheme == "dynamic"
     if name == "deepseek_v4_fp8" and quant_config.expert_dtype == "fp4":
         if algorithm := getattr(quant_config, "moe_quant_algo", ""):
@@ -61,7 +65,5 @@ def routed_storage(quant_config: Any, skipped: bool) -> Storage | str:
     block = quant_config.weight_block_size
     if block is None or tuple(block) not in FP8_BLOCKS:
         return f"FP8 with weight_block_size {block}: only blocks of 128x128 and 32x32 are known here"
-    e8m0 = bool(getattr(quant_config, "is_scale_e8m0", False))
-    return Storage(
-        FP8_BLOCKS[tuple(block)], "weight_scale_inv", torch.float8_e8m0fnu if e8m0 else torch.float32, dynamic
-    )
+    # Float32 as in vLLM's own layers, also where the configuration names E8M0: bytes are converted, which is exact.
+    return Storage(FP8_BLOCKS[tuple(block)], "weight_scale_inv", torch.float32, dynamic)
