@@ -1,8 +1,8 @@
 """Load a checkpoint into a Transformers model with its experts left as stored.
 
 The model is built without weights, its MoE blocks are swapped for folded ones that read their experts from the shards
-one at a time, and everything else is loaded as Transformers names it; block-FP8 matrices outside the experts are
-dequantised, since Transformers' own layers multiply plain numbers.
+one at a time, and everything else is loaded as Transformers names and converts it; block-FP8 matrices outside the
+experts are dequantised, since Transformers' own layers multiply plain numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from foldmoe.checkpoint import OpaqueLayer, read_headers, read_layers
 from foldmoe.checkpoint.shards import CheckpointError
 from foldmoe.integrations.transformers.blocks import DTYPES, FoldedBlock, moe_blocks
 from foldmoe.integrations.transformers.folding import FoldReport, check_policy
+from foldmoe.integrations.transformers.naming import Names
 from foldmoe.integrations.transformers.rest import load_rest
 from foldmoe.integrations.transformers.twin import Twins
 from foldmoe.loading import load_layer
@@ -53,8 +54,9 @@ def load(
         The model in eval mode; ``model.fold_report`` says what became of each block.
 
     Raises:
-        CheckpointError: no such folder; tensors that are missing, unexpected or damaged, all listed; or a block that
-            does more than a folded one would, by name and with the reason (``fold="stock"`` loads such a model).
+        CheckpointError: no such folder; tensors that are missing, unexpected, damaged or of another shape, all listed;
+            or a block that does more than a folded one would, by name and with the reason (``fold="stock"`` loads such
+            a model).
         TypeError: ``policy`` is no policy, or ``dtype`` none of bfloat16, float16 and float32.
         ValueError: ``device`` is not here, or unknown to torch.
     """
@@ -72,9 +74,9 @@ def load(
         del config.quantization_config  # the experts are ours, the rest is dequantised here
     model = _without_weights(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
     headers = read_headers(path)
-    rename = _renamer(model)
-    report, taken = _load_blocks(model, path, headers, rename, policy or FusionPolicy(), dtype, target, progress)
-    load_rest(model, path, headers, rename, taken, dtype, target)
+    names = Names(model)
+    report, taken = _load_blocks(model, path, headers, names, policy or FusionPolicy(), dtype, target, progress)
+    load_rest(model, path, headers, names, taken, dtype, target)
     model.tie_weights()
     _finish(model, path, target)
     if (path / "generation_config.json").exists():
@@ -92,28 +94,11 @@ def _without_weights(build: Callable[[], Any]) -> Any:
         return build()
 
 
-def _renamer(model: Any) -> Callable[[str], str]:
-    """Checkpoint names to the model's own, by Transformers' own tables."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
-    converters = [m for m in mapping if isinstance(m, WeightConverter)]
-    own = model.state_dict()
-
-    def rename(name: str) -> str:
-        renamed: str = rename_source_key(name, renamings, converters, model.base_model_prefix, own)[0]
-        return renamed
-
-    return rename
-
-
 def _load_blocks(
     model: Any,
     path: Path,
     headers: Headers,
-    rename: Callable[[str], str],
+    names: Names,
     policy: FusionPolicy,
     dtype: torch.dtype,
     device: torch.device,
@@ -125,7 +110,7 @@ def _load_blocks(
     report, taken, twins = FoldReport(), set[str](), Twins()
     for done, layer in enumerate(layers):
         router = layer.block.router.get("weight", f"{layer.name}.gate.weight")
-        block = blocks.pop(rename(router).removesuffix(".gate.weight"), None)
+        block = blocks.pop(names.find(router)[0].removesuffix(".gate.weight"), None)
         if block is None:  # a draft layer stored among the main ones: Transformers has no module for it
             taken.update(layer.block.names())
             continue
