@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from foldmoe import ExpertWeights, FoldedMoE, Format, FusionPolicy, Placement, plan_layer, reference_moe
+from foldmoe import Activation, ExpertWeights, FoldedMoE, Format, FusionPolicy, Placement, plan_layer, reference_moe
 from foldmoe.moe import ExpertSpec, LayerSpec
 from foldmoe.reference import relative_error
-from tests.support.cases import FLOAT32_TOLERANCE, assert_close, make_layer, random_case
+from tests.support.cases import FLOAT32_TOLERANCE, assert_close, make_experts, make_layer, random_case
 
 if TYPE_CHECKING:
     from foldmoe.backends import Call
@@ -255,6 +255,42 @@ def test_a_plan_of_another_layer_is_refused(weights: tuple[ExpertWeights, Expert
     other = make_layer(Format.MXFP4, Format.FP8_128x128, experts=E, width=96, shared_width=64, hidden=H)
     with pytest.raises(ValueError, match=r"planned for .* width 64, mxfp4; found hidden size 128, width 96, mxfp4"):
         FoldedMoE(*other, plan=plan)
+
+
+def test_a_plan_says_the_activation_and_the_shared_expert(weights: tuple[ExpertWeights, ExpertWeights]) -> None:
+    clamped = Activation(0.02)  # low, so that it matters
+    told = FoldedMoE(*weights, activation=clamped)
+    plan = told.plan
+    assert torch.equal(call(FoldedMoE(*weights, plan=plan)), call(told))
+    assert not torch.equal(call(told), call(FoldedMoE(*weights)))
+    with pytest.raises(ValueError, match=r"planned for the routed experts' Activation\(limit=0.02.*found Activation"):
+        FoldedMoE(*weights, plan=plan, activation=Activation())
+    with pytest.raises(ValueError, match="a shared expert, and no weights of one came"):
+        FoldedMoE(weights[0], plan=plan)
+    with pytest.raises(ValueError, match="a shared expert, and the plan knows none"):
+        FoldedMoE(*weights, plan=FoldedMoE(weights[0]).plan)
+    for shared in (make_experts(Format.BF16, 1, 64, H), make_experts(Format.FP8_128x128, 1, 128, H)):
+        with pytest.raises(ValueError, match="planned for a shared expert of width 64, fp8_128x128; found"):
+            FoldedMoE(weights[0], shared, plan=plan)
+
+
+def test_activations_stay_bf16_beside_a_bf16_shared_expert() -> None:
+    """As for a checkpoint of the same layer: FP8 activations would lower the shared expert's precision unasked."""
+    mixed = make_layer(Format.MXFP4, Format.BF16, experts=E, width=64, shared_width=64, hidden=H)
+    assert FoldedMoE(*mixed).plan.activations == "bf16"
+    assert FoldedMoE(mixed[0]).plan.activations == "fp8"
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["inference mode first", "then inference mode"])
+def test_calls_in_and_out_of_inference_mode_mix(weights: tuple[ExpertWeights, ExpertWeights], first: bool) -> None:
+    """What a layer keeps between calls belongs to neither."""
+    layer = FoldedMoE(*weights)
+    x, ids, scales = random_case(5, K, E, H).args
+    ids[0, 0] = -1
+    for inside in (first, not first):
+        with torch.inference_mode(inside):
+            layer(x, ids, scales)
+    assert layer.stats()["ids_out_of_range"] == 0
 
 
 @pytest.mark.parametrize("given", [{"policy": FusionPolicy()}, {"placement": Placement(2, 0)}])

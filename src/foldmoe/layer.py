@@ -35,7 +35,8 @@ class FoldedMoE(torch.nn.Module):
     Args:
         routed: this rank's routed experts.
         shared: the shared expert, or None.
-        activation, shared_activation: gated activations; the shared one defaults to the routed one.
+        activation, shared_activation: gated activations, those of the plan where there is one; the shared one defaults
+            to the routed one.
         policy: what is asked for; the default folds as stored wherever possible.
         placement: where this rank stands; ``routed`` and ``shared`` are its shard already.
         consume: the backend may reuse the weights' storage; do not touch them afterwards.
@@ -65,6 +66,8 @@ class FoldedMoE(torch.nn.Module):
         num_experts: int | None = None,
     ) -> None:
         super().__init__()
+        if plan is not None:
+            activation, shared_activation = _planned(plan, activation, shared_activation)
         activation = activation or Activation()
         shared_activation = shared_activation or activation
         self._check_weights(name, routed, shared)
@@ -85,7 +88,7 @@ class FoldedMoE(torch.nn.Module):
                 f"{name}: rank holds {routed.num_experts} experts, its placement says {len(self.experts)}; give this "
                 "rank's part alone as routed, and num_experts where ranks hold unequal parts"
             )
-        self._check_plan(routed)
+        self._check_plan(routed, shared)
         if plan.strategy == "slot" and shared is not None:
             extra = slot_weights(shared, requantize=plan.requantize, padded_width=plan.padded_width)
             routed, shared = append_expert(routed, extra), None
@@ -117,8 +120,18 @@ class FoldedMoE(torch.nn.Module):
         if shared.device != routed.device:
             raise ValueError(f"{name}: routed experts are on {routed.device}, the shared expert on {shared.device}")
 
-    def _check_plan(self, routed: ExpertWeights) -> None:
+    def _check_plan(self, routed: ExpertWeights, shared: ExpertWeights | None) -> None:
         spec, parts = self.plan.spec, self.plan.placement.tp_size
+        if (shared is None) != (spec.shared is None):
+            lacking = "no weights of one came" if shared is None else "the plan knows none"
+            raise ValueError(f"{self.plan.layer}: a shared expert, and {lacking}; give weights and plan of one layer")
+        if shared is not None and spec.shared is not None:
+            width = spec.shared.width // parts
+            if shared.format is not spec.shared.format or shared.width > width:  # less: zeros that a rank leaves out
+                raise ValueError(
+                    f"{self.plan.layer}: planned for a shared expert of width {width}, {spec.shared.format.value}; "
+                    f"found width {shared.width}, {shared.format.value}"
+                )
         planned = (spec.hidden, spec.routed.width // parts, spec.routed.format)
         found = (routed.hidden, routed.width, routed.format)
         if found != planned:
@@ -331,6 +344,15 @@ def _is_pair(rows: object) -> bool:
     return isinstance(rows, tuple | list) and len(rows) == 2 and all(isinstance(row, Integral) for row in rows)
 
 
+def _planned(plan: LayerPlan, *given: Activation | None) -> tuple[Activation, Activation]:
+    """The plan's activations, routed and shared; any that are given must be these."""
+    planned = plan.spec.activation, plan.spec.shared_activation
+    for which, found, wanted in zip(("routed", "shared"), given, planned, strict=True):
+        if found not in (None, wanted):
+            raise ValueError(f"{plan.layer}: planned for the {which} experts' {wanted}; found {found}")
+    return planned
+
+
 def _spec(
     name: str,
     routed: ExpertWeights,
@@ -346,7 +368,7 @@ def _spec(
     count = num_experts if num_experts is not None else routed.num_experts * placement.ep_size
     whole = replace(ExpertSpec.of(routed), count=count, width=routed.width * parts)
     whole_shared = replace(ExpertSpec.of(shared), width=shared.width * parts) if shared else None
-    quantized = any(s is not None and s.scales is not None for s in (routed.down, shared.down if shared else None))
+    quantized = all(experts.down.scales is not None for experts in (routed, shared) if experts is not None)
     return LayerSpec(
         name,
         routed.hidden,

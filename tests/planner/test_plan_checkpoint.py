@@ -162,3 +162,16 @@ def test_case_8_the_plan_a_loader_gets_is_the_plan_that_was_shown(tmp_path: Path
         assert not isinstance(row, StockLayer)
         loaded: LayerPlan = load_layer(tmp_path / "bf16", row.layer, device="cpu").plan
         assert loaded.digest == row.digest
+
+
+@pytest.mark.parametrize("device", ["h200", "a100"])
+def test_float16_layers_are_planned_where_they_run(tmp_path: Path, device: str) -> None:
+    """GPU kernels multiply bfloat16, which the header tells before anything is packed."""
+    facts = [
+        (f"model.layers.0.mlp.{who}.{part}_proj.weight", "F16", (256, 64) if part == "down" else (64, 256))
+        for who in ("experts.0", "experts.1", "shared_experts")
+        for part in ("gate", "up", "down")
+    ]
+    plan = plan_checkpoint(checkpoint(tmp_path, {"half": facts}), device=device).layers[0]
+    assert (plan.strategy, plan.backend) == ("native", "torch")
+    assert sum("in float16" in reason for reason in plan.reasons) >= 2

@@ -140,7 +140,8 @@ class PackedLayer(ABC):
 
     def _note_strays(self, found: Tensor) -> None:
         if self._strays is None:
-            self._strays = torch.zeros(1, dtype=torch.int64, device=found.device)
+            with torch.inference_mode(False):  # else calls outside of inference mode could not add to it
+                self._strays = torch.zeros(1, dtype=torch.int64, device=found.device)
         self._strays += found
 
     @abstractmethod

@@ -139,7 +139,8 @@ def _layer(block: Block, headers: Headers, facts: ModelFacts) -> MoELayer:
 
 
 def _expert_spec(stored: StoredSet, count: int, headers: Headers) -> ExpertSpec:
-    bits = BITS[headers.tensors[stored.down.scales or stored.down.values].dtype]
+    plain = headers.tensors[stored.down.scales or stored.down.values].dtype
+    bits = BITS[plain]
     return ExpertSpec(
         count,
         stored.width,
@@ -148,6 +149,7 @@ def _expert_spec(stored: StoredSet, count: int, headers: Headers) -> ExpertSpec:
         (gcd(stored.format.block[0], stored.width), stored.format.block[1]),
         e8m0_scales=stored.down.e8m0_scales,
         float_bytes=bits // 8 if bits > 8 else 0,
+        float16=stored.format is Format.BF16 and plain == "F16",
     )
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from foldmoe.formats import blocks
 from foldmoe.formats.tensor import Format
 from foldmoe.moe.activation import Activation
@@ -28,6 +30,7 @@ class ExpertSpec:
             shard was regridded; along H a block is always the format's own.
         e8m0_scales: one-byte power-of-two scales (always so for MX formats).
         float_bytes: bytes of one plain float: of a value for bf16 (2), else of a scale that is no single byte (4).
+        float16: plain values are float16, which only the ``torch`` backend multiplies.
     """
 
     count: int
@@ -36,6 +39,7 @@ class ExpertSpec:
     block: blocks.Block = (0, 0)
     e8m0_scales: bool = False
     float_bytes: int = 0
+    float16: bool = False
 
     def __post_init__(self) -> None:
         if self.block == (0, 0):
@@ -56,6 +60,7 @@ class ExpertSpec:
             (gate_up.block[0], down.block[1]),
             down.e8m0_scales,
             plain.element_size() if plain.element_size() > 1 else 0,
+            down.values.dtype == torch.float16,
         )
 
     def nbytes(self, hidden: int) -> int:

@@ -67,6 +67,8 @@ def _shared_reasons(routed: ExpertSpec, shared: ExpertSpec) -> list[str]:
 
 
 def _float_reasons(which: str, experts: ExpertSpec) -> list[str]:
+    if experts.float16:
+        return [f"{which} experts in float16; the launch multiplies bfloat16"]
     if experts.format is Format.BF16 and experts.float_bytes != 2:
         return [f"{which} experts in floats of {experts.float_bytes} bytes; the launch multiplies bfloat16"]
     return []

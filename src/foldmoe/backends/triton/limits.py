@@ -52,7 +52,9 @@ def _refusals(which: str, experts: ExpertSpec, hidden: int) -> list[str]:
         reasons.append(f"{which} scales cover {columns} columns, no multiple of {STEP}")
     elif experts.format.fp8 and not whole_steps(columns, planes=2):
         reasons.append(f"{which} scales cover {columns} columns, which no K step of the kernels divides")
-    if experts.format is Format.BF16 and experts.float_bytes != 2:
+    if experts.float16:
+        reasons.append(f"{which} experts are stored in float16; the kernels read bfloat16")
+    elif experts.format is Format.BF16 and experts.float_bytes != 2:
         reasons.append(f"{which} experts are stored in {8 * experts.float_bytes}-bit floats; the kernels read bfloat16")
     if 2 * experts.width * hidden >= 2**31:
         reasons.append(f"one {which} expert has {2 * experts.width * hidden} gate and up weights, the limit is 2**31")

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner, RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
+from foldmoe.formats import Format
 from foldmoe.integrations.vllm import plugin, refusals
 from foldmoe.integrations.vllm.method import Claimed, FoldedMethod
 from foldmoe.integrations.vllm.raw import RawExperts
@@ -207,6 +208,7 @@ def _spec(raw: RawExperts, shared: SharedMLP, moe: Any, placement: Placement) ->
         storage.format,
         e8m0_scales=scale_bytes == 1,
         float_bytes=scale_bytes if scale_bytes > 1 else 0,
+        float16=storage.format is Format.BF16 and raw.float_dtype == torch.float16,
     )
     parts = placement.tp_size
     whole_shared = ExpertSpec(
@@ -216,6 +218,7 @@ def _spec(raw: RawExperts, shared: SharedMLP, moe: Any, placement: Placement) ->
         local.block,
         e8m0_scales=local.e8m0_scales,
         float_bytes=local.float_bytes,
+        float16=local.float16,
     )
     quantised = "bf16" not in (storage.format.value, local.format.value)
     return LayerSpec(

@@ -73,7 +73,13 @@ class SharedMLP:
             block = gcd(block[0], self.width), block[1]
         plain = (_weight(self.down) if scales is None else scales).element_size()
         return ExpertSpec(
-            1, self.width, self.format, block, e8m0_scales=plain == 1, float_bytes=plain if plain > 1 else 0
+            1,
+            self.width,
+            self.format,
+            block,
+            e8m0_scales=plain == 1,
+            float_bytes=plain if plain > 1 else 0,
+            float16=_weight(self.down).dtype == torch.float16,
         )
 
     def claim(self, replacement: Any) -> None:
