@@ -12,9 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from foldmoe import load_layer, plan_checkpoint
 from foldmoe.checkpoint import CheckpointError, read_headers, read_layers, shard_writer
 from foldmoe.checkpoint import requantize as module
 from foldmoe.checkpoint.compare import compare
+from foldmoe.checkpoint.generate import write
+from foldmoe.checkpoint.generate.experts import Geometry, MoERecipe, Storage, moe_tensors
 from foldmoe.checkpoint.reader import read_layer
 from foldmoe.checkpoint.requantize import requantize
 from foldmoe.checkpoint.shard_writer import Outgoing, file_chunks, write_shard
@@ -70,6 +73,38 @@ def test_shared_experts_become_mxfp4_and_nothing_else_changes(
         assert loss.bytes_after == made.nbytes < loss.bytes_before
     for found in compare(tmp_path / "out", kinds[kind]):
         assert (found.routed, found.shared, found.problems) == ("equal", "requantised", ())
+
+
+@pytest.mark.parametrize("each_alone", [False, True])
+def test_scales_that_mxfp4_does_not_have_are_left_out(tmp_path: Path, each_alone: bool) -> None:
+    """Each tensor alone in a shard, those of such scales have nothing left to hold."""
+    block = "model.layers.0.mlp"
+    recipe = MoERecipe(Geometry(), Storage(Format.MXFP4), Storage(Format.NVFP4))
+    named = list(moe_tensors(block, recipe, torch.Generator().manual_seed(0)))
+    projections = [name.removesuffix(".weight_scale_2") for name, _ in named if name.endswith("weight_scale_2")]
+    named += [(f"{name}.input_scale", torch.tensor(0.5)) for name in projections]
+    named += [(f"{block}.experts.{e}.up_proj.input_scale", torch.tensor(0.5)) for e in range(8)]
+    config = {"num_experts_per_tok": 2, "num_hidden_layers": 1, "n_routed_experts": 8, "hidden_act": "silu"}
+    source = write(tmp_path / "source", config, named, shards=len(named) if each_alone else 1)
+    (loss,) = requantize(source, tmp_path / "out").losses
+    assert loss.before is Format.NVFP4
+    assert 0.05 < loss.rms < 0.2
+    gone = {f"{name}.{kind}" for name in projections for kind in ("weight_scale_2", "input_scale")}
+    assert len(gone) == 6
+    new = tensors_of(tmp_path / "out")
+    assert set(new) == {name for name, _ in named} - gone
+    changed_names = {f"{name}.{kind}" for name in projections for kind in ("weight", "weight_scale_inv")}
+    for name, old in named:
+        if name not in gone | changed_names:
+            assert torch.equal(new[name].reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)), name
+    assert read_headers(tmp_path / "out").notes == read_headers(source).notes
+    (planned,) = plan_checkpoint(tmp_path / "out", device="cpu").layers
+    layer = load_layer(tmp_path / "out", 0, device="cpu")
+    assert planned.spec.shared is not None
+    assert planned.spec.shared.format is Format.MXFP4
+    assert layer.plan.digest == planned.digest
+    (found,) = compare(tmp_path / "out", source)
+    assert (found.routed, found.shared, found.problems) == ("equal", "requantised", ())
 
 
 def test_config_says_what_was_done_and_other_files_come_along(kinds: dict[str, Path], tmp_path: Path) -> None:

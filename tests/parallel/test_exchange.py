@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +198,22 @@ def test_stated_counts_spare_the_exchange_of_counts(options: dict[str, Any]) -> 
     assert all(torch.equal(a, b) for a, b in zip(asked, stated, strict=True))
     with pytest.raises(ValueError, match=r"tokens_across_ranks says \[9, 2\], found \[9, 1\] here"):
         moe.forward_ranks(parts, tokens_across_ranks=[9, 2])
+
+
+@pytest.mark.parametrize("options", STRATEGIES)
+@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("counts", [[0, 5], [3, 0, 2], [0, 0]])
+def test_a_rank_without_tokens_takes_part_at_top_1_with_scaled_weights(
+    counts: Sequence[int], gated: bool, fold: str, options: dict[str, Any]
+) -> None:
+    """A product of shape [0, 1] has another stride than any of the others."""
+    weights, case = weights_of(5), make_case(sum(counts), 5, top_k=1)
+    case = replace(case, shared_weights=torch.rand(sum(counts)) if gated else None, routed_scale=2.5)
+    options = {"dtype": torch.float32, "activations": "bf16", "top_k": 1} | options
+    moe = virtual(weights, simulate(len(counts)), fold, **options)
+    y = torch.cat(moe.forward_ranks(deal(case, counts), routed_scale=2.5))
+    assert_close(y, reference_moe(*case.args, *weights, **case.kwargs), FLOAT32_TOLERANCE)
 
 
 def test_1000_random_rounds_end() -> None:

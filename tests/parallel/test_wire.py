@@ -43,6 +43,20 @@ def test_rows_round_trip(
         assert torch.equal(wire.unpack(rows[number : number + 1], torch.float32)[0], back[number : number + 1])
 
 
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_strides_that_say_nothing_do_not_matter(activations: str, tokens: int) -> None:
+    """One column counts as contiguous, at any stride: of a product without rows, a slice, a transposed matrix."""
+    wire = Wire(32, 1, activations, torch.float32)  # type: ignore[arg-type]
+    x, ids, weights = torch.randn(tokens, 32), torch.randint(0, 9, (tokens, 1)), torch.rand(tokens, 1)
+    rows = wire.pack(x, ids, weights)
+    for stride in (0, 1, tokens, 7):
+        odd = weights.as_strided((tokens, 1), (1, stride))
+        assert torch.equal(wire.pack(x, ids.to(torch.int32).as_strided((tokens, 1), (1, stride)), odd), rows)
+    assert torch.equal(wire.pack(x, ids, weights * 2.5), wire.pack(x, ids, (weights * 2.5).clone()))
+    assert torch.equal(wire.pack(x, ids, weights.t().contiguous().t()), rows)
+
+
 @pytest.mark.parametrize("activations", ["fp8", "fp8_token"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_layer_rounds_nothing_a_second_time(activations: str, dtype: torch.dtype) -> None:

@@ -187,6 +187,41 @@ def test_what_keeps_a_shared_expert_out_of_a_slot_is_a_reason(
     assert any(found.startswith("slot: ") and reason in found for found in plan.reasons), plan.reasons
 
 
+@pytest.mark.parametrize(
+    ("routed", "shared", "reasons"),
+    [
+        (
+            ExpertSpec(6, 256, Format.FP8_128x128),
+            ExpertSpec(1, 128, Format.FP8_128x128),
+            (
+                "slot: stored differently: shared 1x64 fp8_128x128 f32 in 64x64 blocks, "
+                "routed 6x128 fp8_128x128 f32 in 128x128 blocks",
+            ),
+        ),
+        (
+            ExpertSpec(6, 96, Format.MXFP4),
+            ExpertSpec(1, 96, Format.FP8_128x128, e8m0_scales=True),
+            ("slot: stored differently: shared 1x48 mxfp4 in 1x32 blocks, routed 6x48 mxfp4 in 1x16 blocks",),
+        ),
+        (
+            ExpertSpec(6, 256, Format.MXFP4),
+            ExpertSpec(1, 66, Format.FP8_128x128, e8m0_scales=True),
+            ("slot: requantising fp8_128x128 -> mxfp4 puts two columns into a byte; the shared width is odd, 33",),
+        ),
+        (ExpertSpec(6, 512, Format.FP8_128x128), ExpertSpec(1, 256, Format.FP8_128x128), ()),
+        (ExpertSpec(6, 128, Format.MXFP4), ExpertSpec(1, 96, Format.FP8_128x128, e8m0_scales=True), ()),
+    ],
+)
+def test_a_slot_is_decided_on_what_a_rank_holds(
+    routed: ExpertSpec, shared: ExpertSpec, reasons: tuple[str, ...]
+) -> None:
+    """The whole layers fit a slot; a tensor-parallel cut may leave the two sets on different grids of scales."""
+    spec = LayerSpec("layers.0.ffn", 256, 2, routed, shared)
+    assert plan_layer(spec, ALLOWED, "cpu").strategy == "slot"
+    plan = plan_layer(spec, ALLOWED, "cpu", Placement(tp_size=2))
+    assert (plan.strategy, plan.reasons) == ("serial" if reasons else "slot", reasons)
+
+
 def test_a_width_that_does_not_cut_leaves_the_layer_to_the_engine() -> None:
     plan = plan_layer(SPEC, device="cpu", placement=Placement(tp_size=5))
     assert plan.arm == "stock"

@@ -83,7 +83,8 @@ class _Change:
 def requantize(source: str | Path, out: str | Path, *, progress: Callable[[str], None] | None = None) -> Requantized:
     """Write ``source`` to the folder ``out``, shared experts in MXFP4 where the routed ones are; else byte for byte.
 
-    Layers whose routed experts have another format stay as they are. Other files come along, subfolders too, but for
+    Layers whose routed experts have another format stay as they are. A changed expert's global and input scales are
+    left out: they belong to its old format, and MXFP4 has neither. Other files come along, subfolders too, but for
     weights in other formats and hidden files.
 
     Args:
@@ -191,6 +192,12 @@ class _Quantizer:
     def __init__(self, reader: TensorReader, changes: dict[str, _Change]) -> None:
         self.changes = changes
         self.by_scales = {c.scales: c for c in changes.values()}
+        self.left_out = {
+            name
+            for change in changes.values()
+            for slot, name in change.layer.block.shared.items()
+            if slot.kind not in ("values", "scales")
+        }
         self._reader = reader
         self._pieces: dict[str, _Piece] = {}
         self.pair = lru_cache(maxsize=4)(self._pair)
@@ -213,7 +220,9 @@ class _Quantizer:
         return new.values.view(torch.int8), new.scales
 
     def outgoing(self, entry: ShardEntry, path: Path) -> list[Outgoing]:
-        """What stands in the new shard for one tensor of the old."""
+        """What stands in the new shard for one tensor of the old; nothing for a scale that MXFP4 does not have."""
+        if entry.name in self.left_out:
+            return []
         if entry.name in self.changes:
             change = self.changes[entry.name]
             found = [self._new(change, 0, change.values)]

@@ -55,7 +55,7 @@ def plan_layer(
     stock = partial(stock, bytes_before=local.nbytes, bytes_after=local.nbytes)
     if policy.fold == "stock":
         return stock(reasons=("the policy leaves the engine's own layer in place",))
-    obstacles = slot_obstacles(spec, policy) if policy.fold == "slot" else ()
+    obstacles = slot_obstacles(local, policy) if policy.fold == "slot" else ()
     as_packed = slotted if policy.fold == "slot" and not obstacles else _as_it_is
     asked = (capability.find(policy.backend),) if policy.backend != "auto" else capability.registered()
     backend, refused = _first(asked, map(as_packed, parts), activations, found)
@@ -195,11 +195,18 @@ def without_backend(plan: LayerPlan, reason: str, device: Device | torch.device 
 
 
 def slot_obstacles(spec: LayerSpec, policy: FusionPolicy) -> tuple[str, ...]:
-    """Why the shared expert cannot take a routed expert's slot; empty if it can."""
+    """Why the shared expert cannot take a routed expert's slot; empty if it can.
+
+    Args:
+        spec: the part that a rank holds, for a cut of the width can leave the two sets on different scale blocks; all
+            ranks' parts answer alike.
+        policy: whether the shared expert may be requantised.
+    """
     routed, shared = spec.routed, spec.shared
     if shared is None:
         return ("the layer has no shared expert",)
     found = []
+    in_slot = shared
     if shared.width > routed.width:
         found.append(f"the shared expert is {shared.width} wide, a routed slot {routed.width}")
     if shared.format is not routed.format:
@@ -210,12 +217,18 @@ def slot_obstacles(spec: LayerSpec, policy: FusionPolicy) -> tuple[str, ...]:
             found.append(f"requantising {change} lowers precision; ask for it by name (--allow-requantize)")
         elif shared.width % 2:
             found.append(f"requantising {change} puts two columns into a byte; the shared width is odd, {shared.width}")
-    elif _storage(shared) != _storage(routed):
-        found.append(f"stored differently: shared {shared}, routed {routed}")
+        else:
+            in_slot = ExpertSpec(shared.count, shared.width, routed.format)
+    if in_slot.format is routed.format and _storage(in_slot) != _storage(routed):
+        found.append(f"stored differently: shared {_in_blocks(in_slot)}, routed {_in_blocks(routed)}")
     if spec.activation != spec.shared_activation:
         found.append(f"activations differ: shared {spec.shared_activation}, routed {spec.activation}")
     return tuple(found)
 
 
 def _storage(spec: ExpertSpec) -> tuple[object, ...]:
-    return spec.block, spec.e8m0_scales, spec.float_bytes
+    return spec.block, spec.e8m0_scales, spec.float_bytes, spec.float16
+
+
+def _in_blocks(spec: ExpertSpec) -> str:
+    return f"{spec} in {spec.block[0]}x{spec.block[1]} blocks"
