@@ -57,6 +57,8 @@ def test_a_whole_benchmark_prints_tables_and_the_command_that_repeats_it(tmp_pat
         (["--arms", "folded,floded"], "no arm floded"),
         (["--arms", "folded", "--noise", "serial"], "--noise names an arm of --arms, or none; found 'serial'"),
         (["--workloads", "nowhere.json"], "no workloads 'nowhere.json'"),
+        (["--port", "70000"], "Invalid value for '--port'"),
+        (["--port", "0"], "Invalid value for '--port'"),
     ],
 )
 def test_what_cannot_be_run_is_said_before_any_server_starts(
@@ -77,6 +79,15 @@ def test_missing_runs_end_in_status_1_and_a_missing_program_in_2(tmp_path: Path,
     done = CliRunner().invoke(app, words("no-such-server", tmp_path / "b", workloads, *arms), env=wide)
     assert done.exit_code == 2
     assert "cannot start 'no-such-server': no such program" in done.output
+    assert "keeps what was measured" not in done.output
+
+
+def test_what_was_measured_before_a_failure_is_said_to_be_kept(tmp_path: Path, workloads: str) -> None:
+    out = tmp_path / "out"
+    typed = words(faulty("broken:dual"), out, workloads, "--arms", "folded,dual-stream", "--noise", "none")
+    done = CliRunner().invoke(app, [*typed, "--repeats", "1"], env={"COLUMNS": "300"})
+    assert done.exit_code == 1
+    assert f"{out / 'serve.json'} keeps what was measured, --resume continues" in done.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

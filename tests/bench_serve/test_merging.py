@@ -75,6 +75,21 @@ def test_two_noise_floors_are_refused() -> None:
         merge({"a": served("serial", again="serial"), "b": served("folded", again="folded")})
 
 
+def test_an_arm_of_another_version_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    for name, arm in (("a", "serial"), ("b", "triple-stream")):
+        (tmp_path / name).mkdir()
+        served(arm).save(tmp_path / name / RESULT)
+    file = tmp_path / "b" / RESULT
+    for words in (
+        ["bench", "merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")],
+        ["report", str(file), "--out", str(tmp_path / "out")],
+    ):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2, done.output
+        assert f"foldmoe: {file}: no arm triple-stream; there are: stock-serial, " in done.output
+        assert not (tmp_path / "out").exists()
+
+
 def test_the_command_prints_the_table_and_keeps_an_earlier_result(tmp_path: Path) -> None:
     for name, arm in (("a", "serial"), ("b", "folded")):
         (tmp_path / name).mkdir()

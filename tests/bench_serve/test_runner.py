@@ -154,6 +154,26 @@ def test_resume_refuses_runs_that_cannot_be_compared(tmp_path: Path) -> None:
     assert remarks(fewer)
 
 
+def test_a_command_with_which_nothing_was_measured_can_be_corrected(tmp_path: Path) -> None:
+    for resume in (False, True):
+        out = tmp_path / str(resume)
+        with pytest.raises(FileNotFoundError):
+            bench(asked("no-such-server serve"), out)
+        found, _ = bench(asked(server()), out, resume=resume)
+        assert found.complete
+        assert ServeResult.load(out / runner.RESULT).serve_cmd == server()
+
+
+def test_an_invalid_run_of_an_arm_no_longer_asked_for_does_not_stay_in_the_way(tmp_path: Path) -> None:
+    command = faulty("failing:dual")
+    both, _ = bench(asked(command, ("dual-stream", "folded")), tmp_path)
+    assert not both.complete
+    one, _ = bench(asked(command), tmp_path, resume=True)
+    assert one.complete
+    again, _ = bench(asked(command, ("dual-stream", "folded")), tmp_path, resume=True)
+    assert not again.complete
+
+
 def test_a_port_in_use_stops_everything_before_anything_is_sent_there(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

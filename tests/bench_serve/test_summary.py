@@ -78,6 +78,28 @@ def test_without_a_second_serving_of_an_arm_no_verdict_is_given() -> None:
     assert (found.noise, found.verdict) == (None, "noise floor not measured")
 
 
+@pytest.mark.parametrize("short", ["serial", "folded", "serial_again"])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_fewer_than_three_repeats_of_any_arm_give_no_verdict(short: str, repeats: int) -> None:
+    values = {"serial": [100.0] * 3, "folded": [120.0] * 3, "serial_again": [102.0] * 3}
+    found = summary.change(result(**values | {short: values[short][:repeats]}), "serial", "folded", NAME, METRIC)
+    assert found is not None
+    assert found.verdict == "too few repeats"
+    assert found.relative == pytest.approx(0.2)
+    assert found.noise == pytest.approx(0.02)
+
+
+def test_repeats_beyond_those_asked_for_count_nowhere() -> None:
+    made = result(serial=[100.0, 102.0, 50.0], folded=[100.0, 102.0, 50.0])
+    made.runs = [replace(r, texts=("a",)) for r in made.runs]
+    made.repeats = 2
+    found = summary.spread(made, "serial", NAME, METRIC)
+    assert found is not None
+    assert (found.median, found.low, found.repeats) == (101.0, 100.0, 2)
+    assert summary.outliers(made) == []
+    assert summary.same_texts(made, "serial", "folded") == (2, 2)
+
+
 def test_a_run_far_slower_than_the_arms_others_is_an_outlier_and_its_request_is_named() -> None:
     made = result(serial=[100.0, 100.0, 50.0], folded=[100.0, 101.0, 99.0])
     usual, slow = (0.1, 0.1, 0.1), (0.1, 2.0, 0.1)

@@ -151,6 +151,25 @@ metric_list: [{{metric: acc}}]
     assert task.scores("acc") == [1.0, 1.0]
 
 
+def test_a_task_that_scores_only_its_whole_text_is_left_out_with_a_note(tmp_path: Path) -> None:
+    data = tmp_path / "rolling.json"
+    data.write_text(json.dumps([{"q": "The pass key is 12345."}] * 2))
+    (tmp_path / "rolling.yaml").write_text(f"""
+task: rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{q}}}}"
+metric_list: [{{metric: word_perplexity}}]
+""")
+    asked = Request(arms=("serial", "native"), tasks=(str(tmp_path / "rolling.yaml"),), device="cpu")
+    found = run(asked, Quiet())
+    assert found.notes == ("rolling has no score of single items, so its arms cannot be paired; left out",)
+    assert judge(found) == []
+
+
 def test_a_server_that_refuses_is_an_error_with_the_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval.models import api_models
 

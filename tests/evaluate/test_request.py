@@ -68,6 +68,10 @@ def test_presets_only_name_options_that_exist() -> None:
         ({"server": {"native": URL}}, "a server is asked through lm-eval: its tasks are foldmoe_needle"),
         ({"arms": ("serial",), "state_dir": {"native": "x"}}, "--state-dir of native, which no --server names"),
         ({"arms": ("serial",), "tasks": ("needle", "gsm8k")}, "needle run without lm-eval"),
+        (
+            {"arms": ("serial",), "server": {"native": URL}, "tasks": ("gsm8k",), "chat": True},
+            r"in process \(serial\) and served \(native\) arms with --chat, .*add --no-chat",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,8 +49,8 @@ def result(**arms: TaskResult) -> EvalResult:
     )
 
 
-def printed(found: EvalResult) -> str:
-    screen = Console(width=150)
+def printed(found: EvalResult, width: int = 150) -> str:
+    screen = Console(width=width)
     with screen.capture() as capture:
         screen.print(eval_report(found))
     return capture.get()
@@ -136,6 +137,21 @@ def test_one_item_is_said_to_be_one_and_has_no_error_bar() -> None:
     assert "100.0%, one item" in shown
     assert "nan" not in shown
     assert "100.0% ± 0.0%" in printed(result(serial=replies("stop", "stop")))
+
+
+def test_in_a_narrow_terminal_cells_are_folded_and_not_cut() -> None:
+    task = replies("stop", "length")
+    assert "…" not in printed(result(serial=task, native=task), width=60)
+
+
+def test_a_task_without_scores_of_single_items_leaves_the_note_and_the_layers() -> None:
+    found = result(serial=replies("stop"), native=replies("stop"))
+    note = "wikitext has no score of single items, so its arms cannot be paired; left out"
+    bare = replace(found, arms=tuple(replace(arm, tasks={}) for arm in found.arms), notes=(note,))
+    shown = printed(bare)
+    assert f"note: {note}" in shown
+    assert "relative error of the layers" in shown
+    assert "how answers end" not in shown
 
 
 def test_parts_of_a_task_that_fail_are_named() -> None:

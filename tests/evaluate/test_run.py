@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from foldmoe.cli.main import app
 from foldmoe.evaluate import run as running
 from foldmoe.evaluate.arms import ARMS, SERVED
 from foldmoe.evaluate.request import Request, from_options
-from foldmoe.evaluate.result import ArmResult, Sample, TaskResult
+from foldmoe.evaluate.result import ArmResult, Sample, TaskResult, load
 from foldmoe.evaluate.skills import TINY_V4, grouped_items
 from foldmoe.planner import FusionPolicy
 from foldmoe.report.eval_table import eval_report
@@ -101,6 +103,51 @@ def test_a_device_without_room_beside_a_server_is_a_note(monkeypatch: pytest.Mon
     assert "no layer errors of native: cpu has no room" in found.notes[0]
     assert isinstance(found.arms[0], ArmResult)
     assert found.arms[0].tasks
+
+
+class NoAnswerFromSlot(OneAnswer):
+    def ask_server(self, arm: str, *_: Any) -> dict[str, TaskResult]:
+        if arm == "slot":
+            raise ValueError(f"arm {arm}: the server failed: 400")
+        return super().ask_server(arm)
+
+
+@pytest.mark.parametrize("first", ["native", "slot"])
+def test_the_arms_that_finished_before_one_that_failed_are_kept(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.lm_eval_harness, "require", lambda: "lm-eval")
+    monkeypatch.setattr(running.lm_eval_harness, "Harness", NoAnswerFromSlot)
+    out, arms = tmp_path / "eval.json", [first, *({"native", "slot"} - {first}), "serial"]
+    with serve(lambda body: ("1", "stop")) as url:
+        servers = [word for arm in arms for word in ("--server", f"{arm}={url}")]
+        words = ["eval", *servers, "--tasks", "foldmoe_needle", "--device", "cpu", "--out", str(out)]
+        done = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    assert done.exit_code == 2
+    assert "foldmoe: arm slot: the server failed: 400" in done.output
+    kept = f"foldmoe: arm slot did not finish; {out} holds those that did: native"
+    assert (kept in done.output) == out.exists() == (first == "native")
+    if out.exists():
+        found = load(out)
+        assert [arm.arm for arm in found.arms] == ["native"]
+        assert found.arms[0].tasks["foldmoe_needle"].samples[0].text == "1"
+        assert found.notes[0] == "arms that did not finish, and are left out: slot, serial"
+        assert "foldmoe_needle: scores" in done.output
+
+
+def test_a_result_that_cannot_be_shown_is_saved_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpaired(_: EvalResult) -> None:
+        raise ValueError("the arms were not asked the same")
+
+    monkeypatch.setattr(running.lm_eval_harness, "require", lambda: "lm-eval")
+    monkeypatch.setattr(running.lm_eval_harness, "Harness", OneAnswer)
+    monkeypatch.setattr("foldmoe.cli.eval.eval_report", unpaired)
+    out = tmp_path / "eval.json"
+    with serve(lambda body: ("1", "stop")) as url:
+        words = ["eval", "--server", f"native={url}", "--tasks", "foldmoe_needle", "--device", "cpu"]
+        done = CliRunner().invoke(app, [*words, "--out", str(out)])
+    assert done.exit_code == 2
+    assert [arm.arm for arm in load(out).arms] == ["native"]
 
 
 def test_names_of_served_arms_stand_for_the_policies_of_the_same_names() -> None:

@@ -49,7 +49,7 @@ def serve(
     client_cmd: Annotated[
         str, typer.Option(help="The client's command line; add --tokenizer or --trust-remote-code here.")
     ] = "vllm bench serve",
-    port: Annotated[int, typer.Option(help="That servers listen on.")] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="That servers listen on.")] = 8000,
     ready_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to become healthy.")] = 1800.0,
     run_timeout: Annotated[float, typer.Option(help="Seconds that one run of a workload may take.")] = 7200.0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue what the folder already holds.")] = False,
@@ -97,7 +97,6 @@ class _End:
 
 def _run(result: ServeResult, out: Path, options: Options, screen: Console) -> _End:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _TimeLeft())
-    kept = f"{out / RESULT} keeps what was measured, --resume continues"
     with Progress(*columns, console=screen) as bar, terminated_as_interrupted():
         task = bar.add_task("serving", total=None, end=None)
 
@@ -111,16 +110,20 @@ def _run(result: ServeResult, out: Path, options: Options, screen: Console) -> _
             elif event.text and not screen.is_terminal:  # a log has no bar
                 screen.print(f"{event.text} ({_left(seconds)})", markup=False, highlight=False)
 
+        def kept() -> str:
+            measured = result.runs and (out / RESULT).exists()
+            return f"; {out / RESULT} keeps what was measured, --resume continues" if measured else ""
+
         try:
             runner = Runner(result, out, options, tell)
             bar.update(task, total=runner.steps)
             runner.run()
         except KeyboardInterrupt:
-            return _End(_INTERRUPTED, f"foldmoe: interrupted; servers were ended; {kept}")
+            return _End(_INTERRUPTED, f"foldmoe: interrupted; servers were ended{kept()}")
         except (OSError, ValueError) as error:
-            return _End(2, f"foldmoe: {error}; {kept}")
+            return _End(2, f"foldmoe: {error}{kept()}")
     if not result.complete:
-        return _End(1, f"foldmoe: runs are missing or invalid, see above; {kept}")
+        return _End(1, f"foldmoe: runs are missing or invalid, see above{kept()}")
     return _End()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +21,9 @@ from foldmoe.evaluate.request import OWN_TASKS, from_options
 from foldmoe.evaluate.run import run
 from foldmoe.planner.devices import torch_device
 from foldmoe.report.eval_table import eval_report
+
+if TYPE_CHECKING:
+    from foldmoe.evaluate.result import EvalResult
 
 _USUAL_ARMS = "serial,native,slot-requantized,transformers,shared-zeroed,routed-zeroed"
 
@@ -82,11 +86,30 @@ def evaluate(
         target = torch_device(device)
         versions = collect(target, "lm_eval", "scipy")
         writable("--out", out)
-        with Bars(screen) as bars:
-            result = run(request, bars, versions=versions, states=runs)
-        screen.print(eval_report(result))
-        if out:
-            result.save(out)
+        kept: list[EvalResult] = []
+
+        def keep(result: EvalResult) -> None:
+            if out:
+                result.save(out)
+            kept.append(result)
+
+        try:
+            with Bars(screen) as bars:
+                run(request, bars, versions=versions, states=runs, finished=keep)
+        except BaseException:  # Ctrl-C and a full GPU too: every arm took its time
+            if kept:
+                typer.echo(_unfinished(kept[-1], out), err=True)
+                with suppress(ValueError):  # what ended the run says more than that two arms cannot be paired
+                    screen.print(eval_report(kept[-1]))
+            raise
+        screen.print(eval_report(kept[-1]))
+
+
+def _unfinished(result: EvalResult, out: Path | None) -> str:
+    request, names = result.request, ", ".join(arm.arm for arm in result.arms)
+    failed = (*request.arms, *request.server)[len(result.arms)]
+    where = f"{out} holds" if out else "the tables show"
+    return f"foldmoe: arm {failed} did not finish; {where} those that did: {names}"
 
 
 def _names(option: str, text: str | None) -> tuple[str, ...] | None:

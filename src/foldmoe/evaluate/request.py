@@ -76,6 +76,12 @@ class Request:
             raise ValueError("nobody to ask: name arms (--arms serial,native) or servers (--server native=URL)")
         if twice := sorted(set(self.arms) & set(self.server)):
             raise ValueError(f"{', '.join(twice)}: both in process and served; give the served arm another name")
+        if self.chat and self.arms and self.server:
+            raise ValueError(
+                f"in process ({', '.join(self.arms)}) and served ({', '.join(self.server)}) arms with --chat, which "
+                "a preset may ask for: servers apply the chat template themselves, so that prompts cannot be paired; "
+                "serve all arms, or add --no-chat"
+            )
         if self.server and self.uses_own_tasks:
             raise ValueError(
                 f"a server is asked through lm-eval: its tasks are {', '.join(f'foldmoe_{t}' for t in OWN_TASKS)}, "

@@ -39,6 +39,7 @@ def run(
     *,
     versions: Mapping[str, str] | None = None,
     states: Mapping[str, str] | None = None,
+    finished: Callable[[EvalResult], None] | None = None,
 ) -> EvalResult:
     """Ask every arm.
 
@@ -47,6 +48,7 @@ def run(
         steps: where progress goes.
         versions: of packages and devices, for the record.
         states: what served arms are known to run, by name.
+        finished: called after every arm with the result so far, so that a later arm that fails loses nothing.
 
     Raises:
         ValueError: an unknown arm or task, a server that does not answer, or lm-eval missing where it is needed.
@@ -62,16 +64,29 @@ def run(
         done = steps.step("loading tasks", 1)
         harness = lm_eval_harness.Harness(request)
         done(1)
-    arms = [_in_process(request, arm, harness, steps) for arm in request.arms]
-    layers = _ServedLayers(request, steps)
-    arms += [_served(request, arm, facts, harness, steps, states or {}, layers) for arm, facts in servers.items()]
-    names = [arm.arm for arm in arms]
-    baseline = next((name for name in ("serial", "stock") if name in names), names[0])
     source = Path(request.checkpoint or skills.TINY_V4).name
     if not request.checkpoint and servers:
         source = next(iter(servers.values()))["model"]
-    notes = (*layers.notes, *(dict.fromkeys(harness.notes) if harness else ()))
-    return EvalResult(source, request, baseline, tuple(arms), asked_by, dict(versions or {}), notes)
+    layers = _ServedLayers(request, steps)
+    asked = (*request.arms, *servers)
+    arms: tuple[ArmResult, ...] = ()
+    for arm in asked:
+        if arm in servers:
+            arms += (_served(request, arm, servers[arm], harness, steps, states or {}, layers),)
+        else:
+            arms += (_in_process(request, arm, harness, steps),)
+        names = asked[: len(arms)]
+        baseline = next((name for name in ("serial", "stock") if name in names), names[0])
+        left = asked[len(arms) :]
+        notes = (
+            *([f"arms that did not finish, and are left out: {', '.join(left)}"] if left else []),
+            *layers.notes,
+            *(dict.fromkeys(harness.notes) if harness else ()),
+        )
+        result = EvalResult(source, request, baseline, arms, asked_by, dict(versions or {}), notes)
+        if finished is not None:
+            finished(result)
+    return result
 
 
 def _in_process(request: Request, arm: str, harness: lm_eval_harness.Harness | None, steps: Steps) -> ArmResult:

@@ -126,9 +126,10 @@ _SEVERITY: tuple[Verdict, ...] = (
 
 
 def judge(result: EvalResult) -> list[ArmVerdict]:
-    """Every arm but the baseline, in the order of the run."""
+    """Every arm but the baseline, in the order of the run; none where no item has a score."""
     baseline = result.arm(result.baseline)
-    return [_judge(arm, baseline, result.request.margin) for arm in result.arms if arm is not baseline]
+    others = [arm for arm in result.arms if arm is not baseline and any(task.metrics for task in arm.tasks.values())]
+    return [_judge(arm, baseline, result.request.margin) for arm in others]
 
 
 def _judge(arm: ArmResult, baseline: ArmResult, margin: float) -> ArmVerdict:

@@ -25,7 +25,8 @@ def eval_report(result: EvalResult) -> RenderableType:
     if any(arm.layers for arm in result.arms):
         parts.append(_layers(result))
     parts += [_scores(result, task, verdicts) for task in result.arms[0].tasks]
-    parts.append(_endings(result, verdicts))
+    if result.arms[0].tasks:
+        parts.append(_endings(result, verdicts))
     parts += [Text(line) for line in _weak_parts(result)]
     parts += [Text(f"note: {note}") for note in result.notes]
     for verdict in verdicts.values():
@@ -46,7 +47,7 @@ def _table(title: str, *left: str) -> Table:
 def _layers(result: EvalResult) -> Table:
     table = _table(f"{result.source}: relative error of the layers, bf16 in and out", "arm", "runs", "worst layer")
     for heading in ("against float64", "allowed", "against unfolded", "over"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for arm in result.arms:
         worst = arm.worst_layer
         if worst is None:
@@ -67,8 +68,8 @@ def _layers(result: EvalResult) -> Table:
 def _scores(result: EvalResult, task: str, verdicts: dict[str, ArmVerdict]) -> Table:
     table = _table(f"{task}: scores, paired with {result.baseline}", "filter", "arm")
     for heading in ("score ± s.e.", "uncut", "lost, won", "p", "difference, 95 %"):
-        table.add_column(heading, justify="right")
-    table.add_column("verdict")
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("verdict", overflow="fold")
     for metric in result.arms[0].tasks[task].metrics:
         for arm in result.arms:
             verdict = verdicts.get(arm.arm)
@@ -102,7 +103,7 @@ def _score(mean: float, scores: list[float]) -> str:
 def _endings(result: EvalResult, verdicts: dict[str, ArmVerdict]) -> Table:
     table = _table("how answers end", "task", "arm")
     for heading in ("items", "shots", "token limit", "cut by it", "empty", "past end", "alike"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for task in result.arms[0].tasks:
         for arm in result.arms:
             found, verdict = arm.tasks[task], verdicts.get(arm.arm)

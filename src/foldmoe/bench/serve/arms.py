@@ -113,8 +113,14 @@ def parse(text: str) -> tuple[str, ...]:
 
 
 def find(name: str) -> Arm:
-    """An arm by its known name, ``serial-again`` included."""
-    arm = ARMS[name.removesuffix(AGAIN)]
+    """An arm by its name, ``serial-again`` included.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    arm = ARMS.get(name.removesuffix(AGAIN))
+    if arm is None:
+        raise ValueError(f"no arm {name}; there are: {', '.join(ARMS)}")
     if name.endswith(AGAIN):
         return Arm(name, f"{arm.label}, again", arm.fold, arm.expected, arm.stream)
     return arm

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from foldmoe import result_file
+from foldmoe.bench.serve import arms
 from foldmoe.bench.serve.workloads import WorkloadSet  # noqa: TC001  a file's fields are checked against it
 
 if TYPE_CHECKING:
@@ -153,7 +154,15 @@ class ServeResult:
         """Read a saved result.
 
         Raises:
-            ValueError: a file of another kind, or a damaged one, with the field at fault.
+            ValueError: a file of another kind, one with an arm that is not there, or a damaged one, with the field at
+                fault.
             OSError: no such file.
         """
-        return result_file.load(path, KIND, cls)
+        found = result_file.load(path, KIND, cls)
+        parts: list[Server | Run | Failure] = [*found.servers, *found.runs, *found.failures]
+        try:
+            for name in (*found.served, *(part.arm for part in parts)):
+                arms.find(name)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; was it written by a newer foldmoe?") from error
+        return found

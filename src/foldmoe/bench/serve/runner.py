@@ -44,7 +44,8 @@ class Event:
 
 
 def prepare(asked: ServeResult, folder: Path, *, resume: bool) -> ServeResult:
-    """The result to work on: ``asked`` as it is, or with the runs that the folder already holds.
+    """The result to work on: ``asked`` as it is, or with the runs that the folder already holds. A folder whose result
+    holds none, such as after a command that did not start, is begun anew.
 
     Raises:
         ValueError: a folder that holds a result and no ``resume``, or one whose runs cannot be compared with new ones.
@@ -52,9 +53,11 @@ def prepare(asked: ServeResult, folder: Path, *, resume: bool) -> ServeResult:
     path = folder / RESULT
     if not path.exists():
         return asked
+    old = ServeResult.load(path)
+    if not old.runs:
+        return asked
     if not resume:
         raise ValueError(f"{path} exists: --resume continues it, or choose another --out")
-    old = ServeResult.load(path)
     for name in _MUST_MATCH:
         before, now = getattr(old, name), getattr(asked, name)
         if before != now:
@@ -99,8 +102,7 @@ class Runner:
                 self._left = [step for later in self._visits[number + 1 :] for step in later.steps]
                 self._say("")
         finally:
-            sound = not self.result.failures and not any(run.invalid for run in self.result.runs)
-            self.result.complete = sound and not schedule.visits(self.result)
+            self.result.complete = not self.result.failures and not schedule.visits(self.result)
             self._save()
 
     def _visit(self, visit: Visit) -> bool:

@@ -2,7 +2,8 @@
 
 Only valid runs count. The noise floor of a metric is one arm against itself: the medians of the arm and of the same arm
 served once more, interleaved like any other. A change is real where it exceeds that floor and the two arms' ranges over
-all repeats do not overlap.
+all repeats do not overlap. Fewer than three repeats give no verdict: with one, ranges are points and the floor is a
+single draw, so that every second pair of arms that are alike would differ.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from foldmoe.bench.serve.results import Run, ServeResult
 
-Verdict = Literal["better", "worse", "tie", "noise floor not measured"]
+Verdict = Literal["better", "worse", "tie", "noise floor not measured", "too few repeats"]
 
 THROUGHPUT = "output_throughput"
 METRICS = {
@@ -27,6 +28,7 @@ METRICS = {
 }
 """The client's names of the metrics that engineers post, and the headings that they post them under."""
 
+_FEWEST_REPEATS = 3
 _SLOW_RUN = 1.1
 _SLOW_REQUEST = 2.0
 _STILL_SECONDS, _STILL_FACTOR = 2.0, 10.0
@@ -89,8 +91,13 @@ class Outlier:
 
 def valid(result: ServeResult, arm: str, workload: str) -> list[Run]:
     """Runs that count, by repeat."""
-    runs = [run for run in result.runs if run.arm == arm and run.workload == workload and not run.invalid]
+    runs = [run for run in _counted(result) if run.arm == arm and run.workload == workload]
     return sorted(runs, key=lambda run: run.repeat)
+
+
+def _counted(result: ServeResult) -> list[Run]:
+    """Valid runs of the repeats asked for: a file that was resumed with fewer holds the others as well."""
+    return [run for run in result.runs if not run.invalid and run.repeat <= result.repeats]
 
 
 def spread(result: ServeResult, arm: str, workload: str, metric: str) -> Spread | None:
@@ -106,12 +113,16 @@ def spread(result: ServeResult, arm: str, workload: str, metric: str) -> Spread 
 
 def noise(result: ServeResult, workload: str, metric: str) -> float | None:
     """An arm against itself, relative; None where it was not served twice."""
+    pair = _twice(result, workload, metric)
+    return abs(pair[1].median / pair[0].median - 1) if pair else None
+
+
+def _twice(result: ServeResult, workload: str, metric: str) -> tuple[Spread, Spread] | None:
+    """The arm that was served twice, both times."""
     if result.noise_arm is None or result.noise_of is None:
         return None
-    pair = [spread(result, arm, workload, metric) for arm in (result.noise_of, result.noise_arm)]
-    if pair[0] is None or pair[1] is None:
-        return None
-    return abs(pair[1].median / pair[0].median - 1)
+    one, two = (spread(result, arm, workload, metric) for arm in (result.noise_of, result.noise_arm))
+    return (one, two) if one and two else None
 
 
 def change(result: ServeResult, before: str, after: str, workload: str, metric: str) -> Change | None:
@@ -125,6 +136,8 @@ def change(result: ServeResult, before: str, after: str, workload: str, metric: 
     verdict: Verdict
     if floor is None:
         verdict = "noise floor not measured"
+    elif min(found.repeats for found in (one, two, *(_twice(result, workload, metric) or ()))) < _FEWEST_REPEATS:
+        verdict = "too few repeats"
     elif abs(relative) <= floor or (one.low <= two.high and two.low <= one.high):
         verdict = "tie"
     else:
@@ -138,9 +151,7 @@ def outliers(result: ServeResult) -> list[Outlier]:
     A server that compiles without a word stands still, which shows in a single repeat too.
     """
     found = []
-    for run in result.runs:
-        if run.invalid:
-            continue
+    for run in _counted(result):
         others = [other for other in valid(result, run.arm, run.workload) if other.repeat != run.repeat]
         factor = run.seconds / statistics.median(o.seconds for o in others) if others else None
         still = _still(run)
@@ -170,7 +181,7 @@ def same_texts(result: ServeResult, before: str, after: str) -> tuple[int, int] 
 
     Whole texts are compared, so that answers which agree up to a point and then run apart count as different.
     """
-    texts = {(r.arm, r.repeat, r.workload): r.texts for r in result.runs if not r.invalid}
+    texts = {(r.arm, r.repeat, r.workload): r.texts for r in _counted(result)}
     pairs = [
         (texts[before, repeat, workload], found)
         for (arm, repeat, workload), found in texts.items()
