@@ -265,9 +265,9 @@ def test_a_plan_says_the_activation_and_the_shared_expert(weights: tuple[ExpertW
     assert not torch.equal(call(told), call(FoldedMoE(*weights)))
     with pytest.raises(ValueError, match=r"planned for the routed experts' Activation\(limit=0.02.*found Activation"):
         FoldedMoE(*weights, plan=plan, activation=Activation())
-    with pytest.raises(ValueError, match="a shared expert, and no weights of one came"):
+    with pytest.raises(ValueError, match="planned with a shared expert, found none"):
         FoldedMoE(weights[0], plan=plan)
-    with pytest.raises(ValueError, match="a shared expert, and the plan knows none"):
+    with pytest.raises(ValueError, match="planned without a shared expert, found one"):
         FoldedMoE(*weights, plan=FoldedMoE(weights[0]).plan)
     for shared in (make_experts(Format.BF16, 1, 64, H), make_experts(Format.FP8_128x128, 1, 128, H)):
         with pytest.raises(ValueError, match="planned for a shared expert of width 64, fp8_128x128; found"):

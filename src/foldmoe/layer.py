@@ -123,8 +123,9 @@ class FoldedMoE(torch.nn.Module):
     def _check_plan(self, routed: ExpertWeights, shared: ExpertWeights | None) -> None:
         spec, parts = self.plan.spec, self.plan.placement.tp_size
         if (shared is None) != (spec.shared is None):
-            lacking = "no weights of one came" if shared is None else "the plan knows none"
-            raise ValueError(f"{self.plan.layer}: a shared expert, and {lacking}; give weights and plan of one layer")
+            planned, found = ("with", "none") if shared is None else ("without", "one")
+            said = f"planned {planned} a shared expert, found {found}"
+            raise ValueError(f"{self.plan.layer}: {said}; give weights and plan of one layer")
         if shared is not None and spec.shared is not None:
             width = spec.shared.width // parts
             if shared.format is not spec.shared.format or shared.width > width:  # less: zeros that a rank leaves out
@@ -132,10 +133,10 @@ class FoldedMoE(torch.nn.Module):
                     f"{self.plan.layer}: planned for a shared expert of width {width}, {spec.shared.format.value}; "
                     f"found width {shared.width}, {shared.format.value}"
                 )
-        planned = (spec.hidden, spec.routed.width // parts, spec.routed.format)
-        found = (routed.hidden, routed.width, routed.format)
-        if found != planned:
-            told = (f"hidden size {h}, width {w}, {form.value}" for h, w, form in (planned, found))
+        wanted = (spec.hidden, spec.routed.width // parts, spec.routed.format)
+        given = (routed.hidden, routed.width, routed.format)
+        if given != wanted:
+            told = (f"hidden size {h}, width {w}, {form.value}" for h, w, form in (wanted, given))
             raise ValueError("{}: planned for routed experts of {}; found {}".format(self.plan.layer, *told))
 
     def _pack(
