@@ -7,8 +7,8 @@ warp's next role, as Triton's ``warp_specialize`` compiles it for any kernel, an
 barrier of its own warps in between, with 2 one role tells the others by the mbarrier.
 
 compute-sanitizer 2025.3.1 on an H200 reported nothing for 0 and one hazard each for 1 and 2, the word's reads against
-its last write, as it does of the folded launch: a barrier of all threads lies between them in all three. 2026.4.0 reports
-nothing for any of them.
+its last write, as it does of the folded launch: a barrier of all threads lies between them in all three. 2026.4.0
+reported nothing for any of them.
 """
 
 import sys

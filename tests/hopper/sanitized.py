@@ -8,10 +8,10 @@ tensor an allocation of its own. racecheck watches the folded launch alone, whos
 racecheck follows an mbarrier at which every thread arrives. It does not follow one that a single thread signals for a
 warpgroup behind a barrier of the warpgroup, which is how Gluon signals (``handoff.cu`` shows it in a few lines): the
 ring of tickets is handed over so, its value stored by every lane of a warp. Older versions also report, once a launch,
-the word by which Triton dispatches warps, written and read on both sides of a barrier of all threads: ``dispatch.py`` has
-it reported of roles that share nothing. Hazards of these two kinds are counted (:data:`KNOWN`), any other one is printed
-whole and makes this fail. On an H200 compute-sanitizer 2025.3.1 reported 24 and 12 of them, 2026.4.0 24 and none.
-``ordering.py`` follows what racecheck does not.
+the word by which Triton dispatches warps, written and read on both sides of a barrier of all threads: ``dispatch.py``
+has it reported of roles that share nothing. Hazards of these two kinds are counted (:data:`KNOWN`), any other one is
+printed whole and makes this fail. On an H200 compute-sanitizer 2025.3.1 reported 24 and 12 of them, 2026.4.0 24 and
+none. ``ordering.py`` follows what racecheck does not.
 """
 
 from __future__ import annotations
