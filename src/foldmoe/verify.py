@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from foldmoe.layer import FoldedMoE
     from foldmoe.moe import ExpertWeights, LayerSpec
+    from foldmoe.planner import LayerPlan
 
 TOLERANCE = {"bf16": 4e-3, "fp8": 6e-3, "fp8_token": 6e-3}
 """Against the reference on the same quantised operands, by activation precision (bf16 in and out)."""
@@ -58,7 +59,7 @@ class LayerCheck:
 
     Args:
         how: strategy and backend of the folded run.
-        folded, unfolded: relative error against the reference.
+        folded, unfolded: relative error against the reference; "folded" is the run that the policy asks for.
         shared: relative error of the shared expert alone (tokens without routes), the worse of both runs.
         agreement: folded against unfolded; judged unless the fold requantises, which makes the two differ by design.
         requantized: the fold lowered the shared expert's precision.
@@ -66,6 +67,8 @@ class LayerCheck:
         problems: why the layer fails; empty if it passes.
         skipped: the layer has a format that is not read here and nothing was computed.
         whole: this is no layer but the checkpoint, parts of which are missing.
+        folds: the run that the policy asks for was folded.
+        refused: why a fold that the policy names was not run; empty where it was, or none is named.
     """
 
     layer: str
@@ -79,6 +82,8 @@ class LayerCheck:
     problems: tuple[str, ...] = ()
     skipped: bool = False
     whole: bool = False
+    folds: bool = True
+    refused: str = ""
 
     @property
     def ok(self) -> bool:
@@ -138,8 +143,8 @@ def verify(
 
 
 def passes(checks: Sequence[LayerCheck]) -> bool:
-    """No layer fails, and something was computed at all."""
-    return all(check.ok for check in checks) and any(not check.skipped for check in checks)
+    """No layer fails, a fold that was asked for by name was run, and something was computed at all."""
+    return all(check.ok and not check.refused for check in checks) and any(not check.skipped for check in checks)
 
 
 def _opaque(layer: OpaqueLayer) -> LayerCheck:
@@ -217,10 +222,12 @@ def _check(
         relative_error(folded.y, unfolded.y),
         plan.requantize,
         tolerance,
+        folds=plan.folded,
+        refused=_refused(plan, policy),
     )
     problems = [problem for run in runs for problem in run.problems]
     for what, found, limit in (
-        ("folded", check.folded, tolerance),
+        (plan.arm, check.folded, tolerance),
         ("unfolded", check.unfolded, tolerance),
         ("the shared expert alone", check.shared, tolerance),
         ("folded against unfolded", None if plan.requantize else check.agreement, AGREEMENT),
@@ -228,6 +235,13 @@ def _check(
         if found is not None and not found <= limit:
             problems.append(f"{what}: relative error {found:.2e}, allowed {limit:.1e}")
     return replace(check, problems=tuple(problems))
+
+
+def _refused(plan: LayerPlan, policy: FusionPolicy) -> str:
+    """Why the plan does not fold as the policy asks by name: what the plan says of that fold, else its last word."""
+    if plan.folded or policy.fold not in ("native", "slot"):
+        return ""
+    return "; ".join([line for line in plan.reasons if line.startswith(f"{policy.fold}: ")] or plan.reasons[-1:])
 
 
 def _run(moe: FoldedMoE, case: _Case, device: torch.device) -> _Run:

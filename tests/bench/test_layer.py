@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,13 @@ from typer.testing import CliRunner
 
 from foldmoe import Format
 from foldmoe.bench import layer, shapes, timing
+from foldmoe.bench.result import LayerResult
 from foldmoe.cli.main import app
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from foldmoe.moe import LayerSpec
 
 
 @pytest.fixture
@@ -72,6 +76,18 @@ def test_arms_alternate_and_the_first_rounds_are_thrown_away() -> None:
     assert all(len(t.seconds) == 4 for t in found.values())
 
 
+@pytest.mark.parametrize(("inputs", "rounds"), [(8, 20), (8, 4), (8, 24), (3, 6), (2, 10), (1, 4)])
+def test_odd_rounds_run_the_same_inputs_as_even_ones(inputs: int, rounds: int) -> None:
+    """Or the noise, one half against the other, would be the inputs'."""
+    turns: list[int] = []
+    timing.interleaved({"a": turns.append}, inputs=inputs, rounds=rounds, device=torch.device("cpu"))
+    counted = turns[timing.WARM_UP :]
+    assert sorted(counted[::2]) == sorted(counted[1::2])
+    assert set(counted) == set(range(min(inputs, rounds // 2)))
+    if inputs == 8 and rounds == 24:
+        assert all(one != other for one, other in itertools.pairwise(counted)), "the second would run from a cache"
+
+
 def test_noise_is_the_arm_against_itself() -> None:
     assert timing.Timing((1.0, 2.0, 1.0, 2.0)).noise == pytest.approx(1.0 / 1.5)
     assert timing.Timing((1.0, 1.0, 1.0, 1.0)).noise == 0.0
@@ -116,3 +132,44 @@ def test_the_command_prints_a_table_and_writes_json(small: str, tmp_path: Path) 
     assert "torch folded" in done.output
     assert "ceilings in this run" in done.output
     assert {row["tokens"] for row in json.loads(out.read_text())["rows"]} == {2}
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"), "CUDA out of memory. Tried"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "RuntimeError: DefaultCPUAllocator"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_rows_before_a_size_that_fails_are_shown_and_kept(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str
+) -> None:
+    real = shapes.random_batch
+
+    def failing(spec: LayerSpec, tokens: int, generator: torch.Generator) -> shapes.Batch:
+        if tokens == 5:
+            raise error
+        return real(spec, tokens, generator)
+
+    monkeypatch.setattr(shapes, "random_batch", failing)
+    code, output = _bench(small, "--tokens", "2,5,9", "--out", str(tmp_path / "r.json"))
+    assert code == 1
+    assert "torch folded" in output
+    assert "not run: 5 tokens: " in output
+    assert "foldmoe: stopped at 5 tokens: " in output
+    assert said in output
+    assert {row.tokens for row in LayerResult.load(tmp_path / "r.json").rows} == {2}
+
+
+def test_nothing_timed_is_a_failure_with_the_reason(small: str, tmp_path: Path) -> None:
+    code, output = _bench(small, "--arms", "dual-stream", "--out", str(tmp_path / "r.json"))
+    assert code == 1
+    assert "foldmoe: nothing was timed: dual-stream: a CPU has no second stream" in output
+    assert not (tmp_path / "r.json").exists()
+
+
+def _bench(shape: str, *options: str) -> tuple[int, str]:
+    command = ["bench", "layer", "--shape", shape, "--rounds", "1", "--inputs", "1", "--device", "cpu", *options]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    return done.exit_code, done.output

@@ -138,7 +138,9 @@ def test_a_time_that_is_no_number_is_not_called_faster() -> None:
 
 def test_too_few_rounds_give_no_verdict() -> None:
     old = layer_result(rounds=3)
-    assert {c.verdict for c in compare(old, _moved(old, 2.0)).changes} == {"too few rounds"}
+    found = compare(old, _moved(old, 2.0))
+    assert {(c.verdict, c.noise) for c in found.changes} == {("too few rounds", None)}
+    assert found.compared == 0
 
 
 def test_what_else_differs_is_said() -> None:
@@ -169,6 +171,18 @@ def test_the_command_marks_regressions_and_says_so_by_its_status(
     done = CliRunner().invoke(app, ["bench", "layer", "--compare", str(tmp_path / "old.json")], env={"COLUMNS": "200"})
     assert done.exit_code == status, done.output
     assert line in done.output
+
+
+def test_a_comparison_that_judges_nothing_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer_result().save(tmp_path / "old.json")
+    monkeypatch.setattr("foldmoe.bench.layer.run", lambda *_: layer_result(rounds=3))
+    done = CliRunner().invoke(app, ["bench", "layer", "--compare", str(tmp_path / "old.json")], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "foldmoe: nothing was judged: expected at least 4 rounds in both results" in done.output
+    assert "no row was judged, 0 of 21 rows compared" in done.output
+    assert "no row is slower" not in done.output
+    assert "unknown" in done.output
+    assert "0.0%" not in done.output.replace("+0.0%", "")
 
 
 def test_a_missing_old_result_is_said_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

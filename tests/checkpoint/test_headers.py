@@ -105,7 +105,7 @@ def test_what_is_no_checkpoint_says_so(tmp_path: Path) -> None:
         read_headers(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder or file, and not a repository name"):
         read_headers(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match="^~nobodyxx/foo: Could not determine home directory"):
+    with pytest.raises(CheckpointError, match=r"^~nobodyxx/foo: Could not determine home directory"):
         read_headers("~nobodyxx/foo")
 
 

@@ -72,7 +72,10 @@ def scaled(layer: FoldedMoE, factor: float) -> FoldedMoE:
     assert shared is not None
     down = QuantizedTensor(shared.down.dequantize(torch.bfloat16) * factor, format=Format.BF16)
     gate_up = QuantizedTensor(shared.gate_up.dequantize(torch.bfloat16), format=Format.BF16)
-    return FoldedMoE(routed, ExpertWeights(gate_up, down), activation=layer.plan.spec.activation, plan=layer.plan)
+    spec = layer.plan.spec
+    assert spec.shared is not None
+    plan = replace(layer.plan, spec=replace(spec, shared=replace(spec.shared, format=Format.BF16)))
+    return FoldedMoE(routed, ExpertWeights(gate_up, down), activation=spec.activation, plan=plan)
 
 
 def test_case_1_a_shared_expert_off_by_four_tenths_fails(kinds: dict[str, Path]) -> None:
@@ -141,6 +144,29 @@ def test_the_slot_fold_is_verified_against_the_requantised_shared_expert(kinds: 
     assert first.requantized
     assert first.agreement is not None
     assert 0.02 < first.agreement < 0.3, "against the unfolded run it shows what requantising costs, and fails nobody"
+
+
+def test_a_fold_that_was_asked_for_and_refused_is_no_success(kinds: dict[str, Path]) -> None:
+    first, *_ = checks = list(verify(kinds["v4"], policy=FusionPolicy("slot"), tokens=2))
+    assert (first.ok, first.folds, first.how) == (True, False, "serial on torch")
+    assert "slot: " in first.refused
+    assert not passes(checks)
+    code, output = run("verify", str(kinds["v4"]), "--tokens", "2", "--fold", "slot")
+    assert code == 1
+    assert "layers.0.ffn: the fold that was asked for was not run: " in output
+    assert "5 not folded as asked" in output
+    row = next(line for line in output.splitlines() if "layers.0.ffn │" in line)
+    assert [cell.strip() for cell in row.split("│")][3] == "", "no folded run, no figure of one"
+    assert passes(list(verify(kinds["v4"], policy=FusionPolicy("off"), tokens=2))), "what was asked for was run"
+
+
+def test_the_original_is_looked_for_before_layers_are_run(
+    kinds: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foldmoe.verify._check", lambda *_: pytest.fail("ran a layer"))
+    code, output = run("verify", str(kinds["v4"]), "--against", "nothing")
+    assert code == 2
+    assert "nothing: no such folder or file" in output
 
 
 def test_a_narrower_shared_expert_in_a_slot_is_verified_too(tmp_path: Path) -> None:

@@ -185,6 +185,20 @@ def test_what_is_wrong_with_a_result_names_its_file(tmp_path: Path) -> None:
     result.rows[0] = replace(result.rows[0], floor=0.0)
     result.save(tmp_path / "r.json")
     with pytest.raises(ValueError, match=r"r\.json: float division by zero"):
+        sections([tmp_path / "r.json"])
+
+
+def test_a_result_of_a_newer_version_does_not_keep_a_folder_from_its_page(tmp_path: Path) -> None:
+    layer_result().save(tmp_path / "a.json")
+    newer = tmp_path / "b.json"
+    newer.write_text(json.dumps(json.loads((tmp_path / "a.json").read_text()) | {"surprise": 1}))
+    found, passed_over = sections([tmp_path])
+    assert len(found) == 1
+    assert passed_over == {newer: f"{newer}: unknown surprise; was it written by a newer foldmoe?"}
+    with pytest.raises(ValueError, match="unknown surprise"):
+        sections([newer])
+    (tmp_path / "a.json").unlink()
+    with pytest.raises(ValueError, match=r"no result files: .*; passed over: .*b\.json: unknown surprise"):
         sections([tmp_path])
 
 

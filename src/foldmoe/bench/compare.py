@@ -20,12 +20,12 @@ class Change:
 
     Args:
         before, after: None where a row is in one result alone.
-        noise: relative; the two rows' own, added.
+        noise: relative; the two rows' own, added; None where too few rounds leave it unknown.
     """
 
     before: Row | None
     after: Row | None
-    noise: float
+    noise: float | None
     verdict: Verdict
 
     @property
@@ -50,8 +50,8 @@ class Comparison:
 
     @property
     def compared(self) -> int:
-        """Rows that both results hold."""
-        return sum(change.ratio is not None for change in self.changes)
+        """Rows that both results hold, in rounds enough to judge them."""
+        return sum(change.verdict in ("slower", "faster", "within noise") for change in self.changes)
 
     @property
     def regressions(self) -> tuple[Change, ...]:
@@ -91,10 +91,11 @@ def _rows(result: LayerResult) -> str:
 
 def _change(before: Row | None, after: Row | None, rounds: int) -> Change:
     noise = sum(row.noise for row in (before, after) if row)
+    known = None if rounds < FEWEST_ROUNDS else noise
     if before is None or after is None:
-        return Change(before, after, noise, "new" if before is None else "gone")
-    if rounds < FEWEST_ROUNDS:
-        return Change(before, after, noise, "too few rounds")
+        return Change(before, after, known, "new" if before is None else "gone")
+    if known is None:
+        return Change(before, after, known, "too few rounds")
     moved = after.seconds / before.seconds - 1
     verdict: Verdict = "within noise" if abs(moved) <= noise else "faster" if moved < 0 else "slower"
     return Change(before, after, noise, verdict)

@@ -34,10 +34,24 @@ _WEIGHT_SETS = 2
 _CHECKED_BYTES = 2**30
 
 
+class StoppedError(RuntimeError):
+    """A number of tokens failed or was interrupted.
+
+    Args:
+        tokens: at which the run ended.
+        result: the rows before it; ``refused`` says why no more.
+    """
+
+    def __init__(self, tokens: int, why: str, result: LayerResult):
+        super().__init__(f"stopped at {tokens:,} tokens: {why}")
+        self.result = result
+
+
 def run(request: Request, progress: Callable[[str], None] | None = None) -> LayerResult:
     """Time the arms.
 
     Raises:
+        StoppedError: a number of tokens failed, as for want of memory, or was interrupted; holds the rows before.
         ValueError: an unknown shape or arm, an arm twice, no rows, rounds or inputs, a device that is not here, or a
             layer that the asked backend does not run.
     """
@@ -68,14 +82,24 @@ def run(request: Request, progress: Callable[[str], None] | None = None) -> Laye
     )
     arms, held = _arms(request, shape.spec, sets, result)
     peers = peer_arms(request.peers, request.arms, shape.spec, sets, request.tokens)
-    for tokens in request.tokens:
-        if progress:
-            progress(f"{request.shape}: {tokens} tokens")
-        batches = [shapes.random_batch(shape.spec, tokens, generator) for _ in range(request.inputs)]
-        result.rows.extend(_rows(arms, peers, batches, shape.spec, sets[0], request, device, result.ceilings))
-    result.refused.update(peers.refused)
-    result.memory.update({name: layer.memory() for name, layer in held.items()})
+    try:
+        for tokens in request.tokens:
+            if progress:
+                progress(f"{request.shape}: {tokens} tokens")
+            batches = [shapes.random_batch(shape.spec, tokens, generator) for _ in range(request.inputs)]
+            result.rows.extend(_rows(arms, peers, batches, shape.spec, sets[0], request, device, result.ceilings))
+    except (Exception, KeyboardInterrupt) as error:  # whatever it is, an hour of rows must not be lost with it
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {_first_line(error)}"
+        result.refused[f"{tokens:,} tokens"] = why
+        raise StoppedError(tokens, why, result) from error
+    finally:
+        result.refused.update(peers.refused)
+        result.memory.update({name: layer.memory() for name, layer in held.items()})
     return result
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _arms(

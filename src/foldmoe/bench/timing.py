@@ -4,7 +4,7 @@
 2. Arms are interleaved: every round runs all of them, in an order drawn anew, so that drift hits all alike.
 3. The first rounds are thrown away; what is reported is the median, with the lowest and highest.
 4. On a GPU an arm is a CUDA graph of several calls, replayed behind a backlog, timed by events: no launch gaps.
-5. The same arm against itself (odd against even rounds) is the noise floor.
+5. The same arm against itself (odd against even rounds, which run the same inputs) is the noise floor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Timing:
 
     @property
     def noise(self) -> float:
-        """Relative difference of the medians of odd and even rounds."""
+        """Relative difference of the medians of odd and even rounds; 0 where fewer than 4 leave it unknown."""
         if len(self.seconds) < 4:
             return 0.0
         halves = [statistics.median(self.seconds[start::2]) for start in (0, 1)]
@@ -65,13 +65,28 @@ def interleaved(arms: Mapping[str, Step], *, inputs: int, rounds: int, device: t
         timers = {name: _clock_timer(step) for name, step in arms.items()}
     order, seconds = list(timers), {name: list[float]() for name in timers}
     draw = random.Random(0)
-    for turn in range(WARM_UP + rounds):
+    for turn, batch in enumerate([*(i % inputs for i in range(WARM_UP)), *rotation(inputs, rounds)]):
         draw.shuffle(order)
         for name in order:
-            took = timers[name](turn % inputs)
+            took = timers[name](batch)
             if turn >= WARM_UP:
                 seconds[name].append(took)
     return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
+
+
+def rotation(inputs: int, rounds: int) -> list[int]:
+    """Which inputs each round runs: odd rounds the same as even ones, half a turn apart, so that caches forget them.
+
+    Args:
+        inputs: how many sets there are.
+        rounds: one less is paired where they are odd.
+    """
+    pairs, order = (rounds + 1) // 2, list[int]()
+    for start in range(0, pairs, inputs):
+        size = min(inputs, pairs - start)
+        for even in range(size):
+            order += [even, (even + (size + 1) // 2) % size]
+    return order[:rounds]
 
 
 def _clock_timer(step: Step) -> Callable[[int], float]:

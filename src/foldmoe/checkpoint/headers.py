@@ -55,7 +55,10 @@ def read_headers(path_or_repo: str | Path) -> Headers:
     Raises:
         CheckpointError: nothing there, no safetensors shard, a damaged shard, or a tensor in two shards.
     """
-    path = Path(path_or_repo).expanduser()
+    try:
+        path = Path(path_or_repo).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{path_or_repo}: {error} Name the folder in full") from error
     if path.is_file():
         return _local(str(path_or_repo), path.parent, [path])
     if path.is_dir():

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from foldmoe.bench import layer as bench_layer
-from foldmoe.bench.compare import compare
+from foldmoe.bench.compare import FEWEST_ROUNDS, compare
 from foldmoe.bench.peers import PEERS
 from foldmoe.bench.result import LayerResult, Request
 from foldmoe.bench.shapes import SHAPES
@@ -45,8 +45,11 @@ def layer(
         Path | None, typer.Option("--compare", help="An earlier result; exit 1 where a row is slower than the noise.")
     ] = None,
 ) -> None:
-    """Time one MoE layer: our arms, other libraries, and Transformers' experts where weights are bf16."""
-    screen = console()
+    """Time one MoE layer: our arms, other libraries, and Transformers' experts where weights are bf16.
+
+    Exit status 1 where nothing was timed or a number of tokens failed; rows timed before it are shown and written.
+    """
+    screen, stopped = console(), ""
     with errors.shown():
         old = LayerResult.load(against) if against else None
         request = Request(
@@ -62,13 +65,26 @@ def layer(
         )
         writable("--out", out)
         with screen.status("timing") as status:
-            result = bench_layer.run(request, status.update)
+            try:
+                result = bench_layer.run(request, status.update)
+            except bench_layer.StoppedError as error:
+                result, stopped = error.result, str(error)
     screen.print(bench_table(result))
+    if not result.rows:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in result.refused.items())
+        errors.failed(f"nothing was timed: {reasons}")
     with errors.shown():
         if out:
             result.save(out)
+        if stopped:
+            errors.failed(stopped)
         found = compare(old, result) if old else None
-    if found:
-        screen.print(compare_table(found, str(against)))
-        if found.regressions:
-            raise typer.Exit(1)
+        if found:
+            screen.print(compare_table(found, str(against)))
+            if not found.compared:
+                raise ValueError(
+                    f"nothing was judged: expected at least {FEWEST_ROUNDS} rounds in both results, below which noise "
+                    f"is unknown; measure again with more --rounds"
+                )
+    if found and found.regressions:
+        raise typer.Exit(1)

@@ -11,6 +11,7 @@ from foldmoe.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import NoReturn
 
 
 @contextmanager
@@ -21,3 +22,9 @@ def shown() -> Iterator[None]:
     except (CheckpointError, ValueError, OSError) as error:
         typer.echo(f"foldmoe: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+def failed(message: str) -> NoReturn:
+    """End with exit status 1 and a line on stderr: what was asked was done in part, or not at all."""
+    typer.echo(f"foldmoe: {message}", err=True)
+    raise typer.Exit(1)

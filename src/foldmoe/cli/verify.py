@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from foldmoe.checkpoint import read_headers
 from foldmoe.checkpoint.compare import compare
 from foldmoe.cli import errors
 from foldmoe.cli.console import console
@@ -29,11 +30,17 @@ def verify(
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the GPU if there is one.")
     ] = None,
 ) -> None:
-    """Run every MoE layer folded, unfolded and against the float64 reference; exit 1 if one of them disagrees."""
+    """Run every MoE layer folded, unfolded and against the float64 reference.
+
+    Exit status 1 if one of them disagrees, or a fold that was asked for by name was not run.
+    """
     screen = console()
     with errors.shown():
         policy = asked(fold=fold, backend=backend, allow_requantize=allow_requantize)
-        checks = list(check(checkpoint, policy=policy, tokens=tokens, seed=seed, device=device))
+        found = check(checkpoint, policy=policy, tokens=tokens, seed=seed, device=device)
+        if against:
+            read_headers(against)  # a wrong path is said before every layer is run
+        checks = list(found)
         differences = list(compare(checkpoint, against)) if against else []
     screen.print(verify_table(checks))
     if against:

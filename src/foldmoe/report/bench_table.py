@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from foldmoe.bench.compare import FEWEST_ROUNDS
 from foldmoe.report.by_tokens import by_tokens
 
 if TYPE_CHECKING:
@@ -19,8 +20,9 @@ def bench_table(result: LayerResult) -> RenderableType:
     return by_tokens(
         HEADINGS,
         result.rows,
-        cells,
+        lambda row: cells(row, result),
         left=("arm",),
+        spare=("TFLOP/s", "GB/s", "low..high", "x floor", "error"),
         versions=result.versions,
         remarks=remarks(result),
         title=f"shape {result.shape}: {result.what} ({result.spec})",
@@ -44,20 +46,26 @@ def _memory(found: dict[str, int]) -> str:
     return f"{weights:,.1f} MB of packed weights, {workspace:,.1f} MB of workspace shared by all layers on a stream"
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row under :data:`HEADINGS`."""
+def cells(row: Row, result: LayerResult) -> tuple[str, ...]:
+    """One of the result's rows under :data:`HEADINGS`."""
     versus = "" if row.against is None else f"{row.against:.3f}"
-    if row.against is not None and 0 < abs(row.against - 1) <= row.noise:
+    if row.against is not None and 0 < abs(row.against - 1) <= row.noise + _peer_noise(row, result):
         versus += " tie"
     return (
         f"{row.tokens:,}",
         row.arm,
         f"{row.seconds * 1e6:,.1f}",
         f"{row.low * 1e6:,.1f}..{row.high * 1e6:,.1f}",
-        f"{row.noise:.1%}",
+        f"{row.noise:.1%}" if result.request.rounds >= FEWEST_ROUNDS else "",
         f"{row.gigabytes_per_second:,.0f}",
         f"{row.teraflops:,.2f}",
         f"{row.seconds / row.floor:.2f}",
         versus,
         "not checked" if row.error is None else f"{row.error:.1e}",
     )
+
+
+def _peer_noise(row: Row, result: LayerResult) -> float:
+    """Of the arm that ``row`` stands against: the best that is not ours, whose ratio to itself is 1."""
+    peers = (other.noise for other in result.rows if other.tokens == row.tokens and other.against == 1)
+    return next(peers, 0.0)

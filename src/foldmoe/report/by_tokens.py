@@ -6,8 +6,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
+
+from foldmoe.report.fitted import Fitted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -26,13 +27,14 @@ R = TypeVar("R", bound=Timed)
 
 
 def by_tokens(
-    headings: Iterable[str],
+    headings: tuple[str, ...],
     rows: Iterable[R],
     cells: Callable[[R], tuple[str, ...]],
     *,
     left: tuple[str, ...],
     versions: Mapping[str, str],
     remarks: Iterable[str],
+    spare: tuple[str, ...] = (),
     wrap: bool = True,
     **table: Any,
 ) -> RenderableType:
@@ -41,15 +43,14 @@ def by_tokens(
     Args:
         cells: a row's texts.
         left: headings of text columns; numbers stand to the right.
-        wrap: cells may break into lines.
+        spare: headings of columns that go where there is no room, the first to go first.
+        wrap: text may break into lines.
         table: options of :class:`rich.table.Table`.
     """
-    found = Table(title_justify="left", **table)
-    for heading in headings:
-        found.add_column(heading, justify="left" if heading in left else "right", no_wrap=not wrap)
+    found = Fitted(headings, left=left, spare=spare, wrap=wrap, **table)
     for _, section in groupby(rows, key=lambda row: row.tokens):
         for row in section:
-            found.add_row(*cells(row))
+            found.add_row(cells(row))
         found.add_section()
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     return Group(found, *(Text(line) for line in (named, *remarks)))

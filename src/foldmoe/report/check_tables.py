@@ -38,11 +38,18 @@ def verify_table(checks: Sequence[LayerCheck]) -> RenderableType:
             continue
         numbers = (check.folded, check.unfolded, check.shared, check.agreement, check.tolerance)
         cells = ["" if n is None or not check.tolerance else f"{n:.1e}" for n in numbers]  # blank: nothing was computed
-        table.add_row(check.layer, check.how, *cells, "ok" if check.ok else "FAILS")
+        if not check.folds:
+            cells[0] = cells[3] = ""
+        verdict = "not folded" if check.refused else "ok"
+        table.add_row(check.layer, check.how, *cells, verdict if check.ok else "FAILS")
+        if check.refused:
+            problems.append(Text(f"{check.layer}: the fold that was asked for was not run: {check.refused}"))
         problems += _problems(check.layer, check.problems)
     layers = [check for check in checks if not check.whole]
     passed, skipped = sum(c.ok and not c.skipped for c in layers), sum(c.skipped for c in layers)
     summary = f"{passed}/{len(layers)} layers compute what the checkpoint says"
+    if refused := sum(bool(check.refused) for check in layers):
+        summary += f", {refused} not folded as asked"
     return Group(table, *problems, Text(summary + (f", {skipped} skipped" if skipped else ""), style="bold"))
 
 

@@ -27,6 +27,7 @@ def parallel_table(result: ParallelResult) -> RenderableType:
         result.rows,
         cells,
         left=("transport", "fold"),
+        spare=("GB/s", "KB sent", "overlap", "low..high", "x bound", "bits", "estimate"),
         versions=result.versions,
         remarks=remarks(result),
         wrap=False,

@@ -108,6 +108,7 @@ def command(words: Sequence[str], policy: FusionPolicy) -> list[Advice]:
     found += _parallel(flags, tp, dp, ep)
     model = words[2] if len(words) > 2 and not words[2].startswith("-") else flags.get("--model", "")
     found += _kernels(flags, model)
+    found = found or [Advice("command", "nothing in its flags stands against folding", True)]
     if not model:
         what_to_do = "name it right behind 'vllm serve', before the flags"
         found.append(Advice("checkpoint", "no model was named", False, what_to_do))
@@ -116,7 +117,10 @@ def command(words: Sequence[str], policy: FusionPolicy) -> list[Advice]:
         plan = plan_checkpoint(model, policy=policy, ep_size=whole, tp_size=split)
         unfolded = next((row.reasons[-1] for row in plan.rows if not row.folded and row.reasons), "")
         found.append(Advice("checkpoint", plan.summary, not unfolded, unfolded))
-    return found or [Advice("command", "nothing stands against folding", True)]
+    else:
+        ask = f"'foldmoe plan {model}' reads a hub repository and says what folds"
+        found.append(Advice("checkpoint", f"was not read: no folder {model} here", False, ask))
+    return found
 
 
 def _parallel(flags: dict[str, str], tp: int, dp: int, ep: bool) -> list[Advice]:

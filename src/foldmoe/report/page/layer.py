@@ -26,7 +26,7 @@ def layer_section(result: LayerResult, path: str) -> Section:
     table = Table(
         f"Every arm at every number of tokens; us is the median of {result.request.rounds} rounds",
         HEADINGS,
-        tuple(cells(row) for row in rows),
+        tuple(cells(row, result) for row in rows),
         frozenset(("arm",)),
         {i: "best" for i, row in enumerate(rows) if row.seconds == min(_at(rows, row.tokens))},
     )

@@ -42,19 +42,20 @@ def sections(paths: Iterable[Path]) -> tuple[list[Section], dict[Path, str]]:
 
     Returns:
         The sections, by kind and then by path; and JSON files of the folders that are not shown, each with the reason:
-        a folder of results holds logs, raw outputs and results of other kinds too.
+        a folder of results holds logs, raw outputs, results of other kinds and of newer versions too.
 
     Raises:
-        ValueError: a file that was named and is none that can be shown, a damaged one, or no result file at all.
+        ValueError: a file that was named and is none that can be shown, or no result file at all.
         OSError: no such file.
     """
     order = list(READERS)
-    found: list[tuple[int, Path]] = []
+    found: list[tuple[int, Path, Section]] = []
     passed_over: dict[Path, str] = {}
     for path in dict.fromkeys(paths):
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
             try:
-                found.append((order.index(_kind(file)), file))
+                kind = _kind(file)
+                found.append((order.index(kind), file, _section(READERS[kind], file)))
             except ValueError as error:
                 if file == path:
                     raise
@@ -62,10 +63,10 @@ def sections(paths: Iterable[Path]) -> tuple[list[Section], dict[Path, str]]:
     if not found:
         raise ValueError(
             "no result files: write some with 'foldmoe bench layer --out FILE.json' or 'foldmoe plan MODEL --json > "
-            "FILE.json'"
+            "FILE.json'" + "".join(f"; passed over: {reason}" for reason in passed_over.values())
         )
-    files = [file for _, file in sorted(found)]
-    return _told_apart([_section(READERS[order[rank]], file) for rank, file in sorted(found)], files), passed_over
+    found.sort(key=lambda entry: entry[:2])
+    return _told_apart([section for *_, section in found], [file for _, file, _ in found]), passed_over
 
 
 def _section(read: Callable[[Path], Section], file: Path) -> Section:
