@@ -151,7 +151,9 @@ def test_resume_refuses_runs_that_cannot_be_compared(tmp_path: Path) -> None:
     assert more.complete
     fewer, _ = bench(asked(server()), tmp_path, resume=True)
     assert len(fewer.runs) == 4  # what was measured stays
-    assert remarks(fewer)
+    left_out = next(run for run in fewer.runs if not fewer.asks_for(run))
+    fewer.runs.append(replace(left_out, invalid=("short answers",)))
+    assert not any("short answers" in line for line in remarks(fewer))
 
 
 def test_a_command_with_which_nothing_was_measured_can_be_corrected(tmp_path: Path) -> None:

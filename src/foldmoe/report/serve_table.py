@@ -93,7 +93,7 @@ def _servers(result: ServeResult) -> Table:
 def remarks(result: ServeResult) -> list[str]:
     """Lines for people: what failed, what does not count, what casts doubt on a number, what each arm decided."""
     lines = [f"failed: {arms.find(f.arm).label}, repeat {f.repeat}, {f.where}: {f.reason}" for f in result.failures]
-    for run in result.runs:
+    for run in filter(result.asks_for, result.runs):
         place = _place(run)
         lines += [f"invalid: {place}: {reason}" for reason in run.invalid]
         if (run.prefix_hits or 0.0) > _NOTABLE_HITS:

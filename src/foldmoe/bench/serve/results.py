@@ -145,6 +145,10 @@ class ServeResult:
         """Arms of one round, the one that is served twice included."""
         return (*self.arms, self.noise_arm) if self.noise_arm else self.arms
 
+    def asks_for(self, part: Run | Server) -> bool:
+        """Whether the part counts: a file that was resumed with fewer arms or repeats holds the others as well."""
+        return part.arm in self.served and part.repeat <= self.repeats
+
     def save(self, path: Path) -> None:
         """Write the file that :meth:`load` reads."""
         result_file.save(path, KIND, self)

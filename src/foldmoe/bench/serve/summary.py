@@ -96,8 +96,8 @@ def valid(result: ServeResult, arm: str, workload: str) -> list[Run]:
 
 
 def _counted(result: ServeResult) -> list[Run]:
-    """Valid runs of the repeats asked for: a file that was resumed with fewer holds the others as well."""
-    return [run for run in result.runs if not run.invalid and run.repeat <= result.repeats]
+    """Valid runs that are asked for."""
+    return [run for run in result.runs if not run.invalid and result.asks_for(run)]
 
 
 def spread(result: ServeResult, arm: str, workload: str, metric: str) -> Spread | None:

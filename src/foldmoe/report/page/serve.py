@@ -143,7 +143,7 @@ def _spread(found: Spread | None) -> str:
 def _servers(result: ServeResult, base: str) -> Table:
     rows = []
     for arm in result.served:
-        found = [server for server in result.servers if server.arm == arm]
+        found = [server for server in result.servers if server.arm == arm and result.asks_for(server)]
         weights, blocks = summary.memory(result, arm)
         same = summary.same_texts(result, base, arm) if arm != base else None
         rows.append(
