@@ -49,8 +49,6 @@ def load_layer(
     moe = FoldedMoE(
         tensors.routed,
         tensors.shared,
-        activation=found.spec.activation,
-        shared_activation=found.spec.shared_activation,
         plan=plan,
         consume=True,
         name=found.name,

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foldmoe.parallel.wire import as_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -124,7 +126,7 @@ class DistributedTransport:
 
 def _bytes(rows: Tensor) -> Tensor:
     """``[N, bytes]`` uint8 over the same memory: gloo does not know every dtype, and no collective here adds."""
-    return rows.contiguous().flatten(1).view(torch.uint8) if rows.dim() > 1 else rows.contiguous()
+    return as_bytes(rows) if rows.dim() > 1 else rows.contiguous()
 
 
 def as_transport(group: Transport | dist.ProcessGroup | None) -> Transport:

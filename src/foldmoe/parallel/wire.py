@@ -68,7 +68,7 @@ class Wire:
         else:
             parts.append(x)
         parts.append(torch.zeros(len(x), self.row_bytes - self._fields[-1], dtype=torch.uint8, device=x.device))
-        return torch.cat([_bytes(part) for part in parts], dim=1)
+        return torch.cat([as_bytes(part) for part in parts], dim=1)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Inverse of :meth:`pack`: ``x [M, H]`` in ``dtype``, ``ids [M, K]`` int32, ``weights [M, K]`` float32.
@@ -93,8 +93,8 @@ class Wire:
         return rows
 
 
-def _bytes(part: Tensor) -> Tensor:
-    """``[M, N]`` of any dtype to its bytes ``[M, N * itemsize]`` uint8, a view where the rows lie one after another."""
-    part = part.contiguous()
+def as_bytes(rows: Tensor) -> Tensor:
+    """``[N, ...]`` of any dtype to ``[N, bytes]`` uint8, over the same memory where the rows lie one after another."""
+    rows = rows.contiguous().flatten(1)
     # A tensor without elements, or a single column, is contiguous whatever its strides say, and view() looks at them.
-    return part.as_strided(part.shape, (max(part.shape[1], 1), 1)).view(torch.uint8)
+    return rows.as_strided(rows.shape, (max(rows.shape[1], 1), 1)).view(torch.uint8)

@@ -143,7 +143,7 @@ def _swap(model: nn.Module, block: MoEBlock, decision: _Decision) -> LayerPlan |
     """What runs in the block's place, or why nothing of ours does; the block then still has its weights."""
     routed, shared = block.weights()
     try:
-        moe = FoldedMoE(routed, shared, activation=block.activation(), plan=decision.plan, consume=True)
+        moe = FoldedMoE(routed, shared, plan=decision.plan, consume=True)
     except ValueError as error:
         return (str(error),)
     model.set_submodule(block.name, FoldedBlock(block, moe, decision.routed_scale))

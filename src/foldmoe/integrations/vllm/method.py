@@ -84,8 +84,6 @@ class FoldedMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is not ins
         self.layer = FoldedMoE(
             routed,
             shared,
-            activation=plan.spec.activation,
-            shared_activation=plan.spec.shared_activation,
             plan=plan,
             consume=True,
         )
