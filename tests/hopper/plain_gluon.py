@@ -184,6 +184,19 @@ mbarrier = SimpleNamespace(
 )
 
 
+_here = threading.local()
+"""``warps`` of the role that runs in a thread."""
+
+
+def _arrive_all(memory, increment_count):
+    """Every thread, once its copies are over; it copies nothing."""
+    assert not increment_count
+    _update(memory, 32 * _here.warps, 0)
+
+
+async_copy = SimpleNamespace(mbarrier_arrive=_arrive_all)
+
+
 def tma_load(descriptor, at, barrier, destination):
     """A box; what lies outside the tensor is zero."""
     box, item = descriptor.block_shape, descriptor.base.element_size()
@@ -291,8 +304,9 @@ def _extreme(with_nan, numbers, scalar):
     return apply
 
 
-def _guarded(parent, function, arguments):
+def _guarded(parent, warps, function, arguments):
     ordering.begin(parent)
+    _here.warps = warps
     try:
         function(*arguments)
     except SystemExit:
@@ -303,8 +317,9 @@ def _guarded(parent, function, arguments):
             _change.notify_all()
 
 
-def _together(calls):
-    threads = [threading.Thread(target=_guarded, args=(ordering.here(), *call), daemon=True) for call in calls]
+def _together(calls, warps):
+    given = zip(warps, calls, strict=True)
+    threads = [threading.Thread(target=_guarded, args=(ordering.here(), n, *call), daemon=True) for n, call in given]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -331,7 +346,7 @@ class Language:
     full = staticmethod(lambda shape, value, dtype, layout: Tensor(torch.full(shape, int(value), dtype=dtype)))
     join = staticmethod(lambda a, b: Tensor(torch.stack((a.data, b.data), -1), _loads(a, b)))
     convert_layout = staticmethod(lambda value, layout, assert_trivial=False: value)
-    warp_specialize = staticmethod(lambda roles, warps, registers: _together(roles))
+    warp_specialize = staticmethod(lambda roles, warps, registers: _together(roles, [4, *warps]))
 
     @staticmethod
     def allocate_shared_memory(dtype, shape, _layout):
@@ -348,7 +363,7 @@ def namespace(others=()):
     names = {}
     for module in (tickets, copies, cut, products, epilogue, whole, folded):
         names.update(vars(module))
-    names.update(gl=Language(), mbarrier=mbarrier, tma_load=tma_load, barrier=lambda: None)
+    names.update(gl=Language(), mbarrier=mbarrier, async_copy=async_copy, tma_load=tma_load, barrier=lambda: None)
     names["fence_async_shared"] = ordering.end_all_loads
     names.update(warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait)
     for name, value in names.items():
@@ -371,6 +386,6 @@ def run(arguments, *, ctas=2, others=()):
     ordering.reset()
     kernel = namespace(others)["folded_moe"]
     given = [Pointer(a.view(-1)) if isinstance(a, torch.Tensor) else a for a in arguments]
-    _together([(kernel, given)] * ctas)
+    _together([(kernel, given)] * ctas, [4] * ctas)
     if _errors:
         raise _errors[0]

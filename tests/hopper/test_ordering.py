@@ -50,11 +50,12 @@ def test_a_slot_released_before_its_product_is_over(pair):
 
 def test_a_ticket_released_before_it_is_read():
     def hasty(tickets, slot, phase, warps):
-        mbarrier, (_values, full, empty) = plain_gluon.mbarrier, tickets
-        mbarrier.wait(full.index(slot), phase)
-        mbarrier.arrive(empty.index(slot), count=1)
-        released = SimpleNamespace(wait=lambda *_: None, arrive=lambda *_, **__: None)
-        return real("receive", mbarrier=released)(tickets, slot, phase, warps)
+        _values, full, empty = tickets
+        plain_gluon.mbarrier.wait(full.index(slot), phase)
+        plain_gluon.async_copy.mbarrier_arrive(empty.index(slot), increment_count=False)
+        passed = {"mbarrier": SimpleNamespace(wait=lambda *_: None)}
+        passed["async_copy"] = SimpleNamespace(mbarrier_arrive=lambda *_, **__: None)
+        return real("receive", **passed)(tickets, slot, phase, warps)
 
     with pytest.raises(OutOfOrderError, match="a store of bytes that another warp role may still read"):
         run(MIXED, receive=hasty)
@@ -65,6 +66,7 @@ def test_a_ticket_announced_before_it_is_written():
         values, full, empty = tickets
         plain_gluon.mbarrier.wait(empty.index(slot), phase)
         plain_gluon.mbarrier.arrive(full.index(slot), count=1)
+        plain_gluon.async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
         values.index(slot).store(ticket)
         return real("advance")(slot, phase, 4)
 

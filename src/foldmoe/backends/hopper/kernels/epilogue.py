@@ -215,7 +215,7 @@ def finish_up(parts, out, at, exchange, LAST: gl.constexpr, WG: gl.constexpr, C:
 def finish_down(acc, out, row, rows, first, C: gl.constexpr):
     _h, _hs, _done, _row_capacity, d = out
     mma: gl.constexpr = acc.type.layout
-    token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, mma)).expand_dims(0)
+    token = late(gl.arange(0, acc.shape[1], gl.SliceLayout(0, mma))).expand_dims(0)
     column = first + gl.arange(0, 64, gl.SliceLayout(1, mma)).expand_dims(1)
     at = d + (row + token).to(gl.int64) * C.geometry.hidden + column
     gl.store(at, acc, mask=(token < rows) & (column < C.geometry.hidden))
@@ -224,7 +224,7 @@ def finish_down(acc, out, row, rows, first, C: gl.constexpr):
 @gluon.jit
 def prefetch(references):
     """A block's 256 reference exponents on their way to L2 before its K loop: they lie in DRAM, a microsecond away."""
-    at = references + 2 * gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    at = references + 2 * late(gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])))
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
     )

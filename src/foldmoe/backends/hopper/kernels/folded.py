@@ -22,8 +22,8 @@ Barriers
     name               count    filled by                         waited for by
     full[ST]           2        both producers (expect + bytes)   consumers
     empty[ST]          WGS      consumers                         both producers
-    ticket_full[TD]    1        weights producer                  consumers, tokens producer
-    ticket_empty[TD]   WGS+1    consumers, tokens producer        weights producer
+    ticket_full[TD]    1+32     weights producer                  consumers, tokens producer
+    ticket_empty[TD]   threads  consumers, tokens producer        weights producer
     amax_full          WGS      consumers (up tiles)              consumers
 
 TMA reads from multiples of 16 bytes only: the innermost coordinate of every copy is a multiple of 128 bytes, but for a
@@ -308,8 +308,8 @@ def folded_moe(
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=WGS)
     for i in gl.static_range(TICKETS):
-        mbarrier.init(ticket_full.index(i), count=1)
-        mbarrier.init(ticket_empty.index(i), count=WGS + 1)
+        mbarrier.init(ticket_full.index(i), count=1 + 32)
+        mbarrier.init(ticket_empty.index(i), count=128 * WGS + 32)
     mbarrier.init(amax_full, count=WGS)
     ring = (weights, offsets, tokens, scales4, scales8, full, empty)
     tickets = (values, ticket_full, ticket_empty)

@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from foldmoe.backends.hopper import heuristics, workspace
@@ -95,7 +96,7 @@ def locate(ticket, head, control, capacity, C: gl.constexpr):
 
     A row block is 256 rows; a shared down tile's is 64 x WGS beside MXFP4.
     """
-    routed_tiles, shared_tiles, shared_begin, shared_end = head
+    routed_tiles, shared_tiles = head
     capacity = late(capacity)  # its multiples are not made and held for all roles together
     UP: gl.constexpr = C.geometry.up4
     DOWN: gl.constexpr = C.geometry.down4
@@ -110,8 +111,8 @@ def locate(ticket, head, control, capacity, C: gl.constexpr):
         block = local // shared_tiles
         tile = local % shared_tiles
         counter = capacity + tile
-        row = shared_begin + tile * C.shared_tokens
-        rows = gl.minimum(shared_end - row, C.shared_tokens)
+        row = gl.load(control + 2) + tile * C.shared_tokens
+        rows = gl.minimum(gl.load(control + 3) - row, C.shared_tokens)
     else:
         local = gl.where(up, ticket - a, ticket - c)
         entry = local // gl.where(up, UP, DOWN)
@@ -130,13 +131,13 @@ def locate(ticket, head, control, capacity, C: gl.constexpr):
 
 @gluon.jit
 def up_tiles(head, C: gl.constexpr):
-    routed_tiles, shared_tiles, _shared_begin, _shared_end = head
+    routed_tiles, shared_tiles = head
     return shared_tiles * C.geometry.up8 + routed_tiles * C.geometry.up4
 
 
 @gluon.jit
 def ticket_count(head, parts, C: gl.constexpr):
-    routed_tiles, shared_tiles, _shared_begin, _shared_end = head
+    routed_tiles, shared_tiles = head
     g: gl.constexpr = C.geometry
     return up_tiles(head, C) * parts + shared_tiles * (g.down8 * C.passes) + routed_tiles * g.down4
 
@@ -161,16 +162,22 @@ def part_of(ticket, head, parts, C: gl.constexpr):
 
 @gluon.jit
 def read_head(control, run):
+    """Tiles of routed experts and of the shared one. Its first and last row are read where a tile of it is located:
+    two registers less over every K loop.
+    """
     run = late(run)
-    return (gl.load(control) * (run & 1), gl.load(control + 1) * (run >> 1), gl.load(control + 2), gl.load(control + 3))
+    return gl.load(control) * (run & 1), gl.load(control + 1) * (run >> 1)
 
 
 @gluon.jit
 def receive(tickets, slot, phase, WARPS: gl.constexpr):
     values, full, empty = tickets
+    slot = late(slot)
     mbarrier.wait(full.index(slot), phase)
     ticket = gl.max(values.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
-    mbarrier.arrive(empty.index(slot), count=1)
+    # Every thread arrives. Such an arrival waits for copies, of which there are none, and not for loads: so its address
+    # is made of the ticket, which is -1 at least.
+    async_copy.mbarrier_arrive(empty.index(gl.maximum(slot, -2 - ticket)), increment_count=False)
     slot, phase = advance(slot, phase, TICKETS)
     return ticket, slot, phase
 
@@ -180,5 +187,6 @@ def hand_out(tickets, slot, phase, ticket):
     values, full, empty = tickets
     mbarrier.wait(empty.index(slot), phase)
     values.index(slot).store(gl.full([1], ticket, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(full.index(slot), count=1)
+    mbarrier.arrive(full.index(slot), count=1)  # orders what all lanes stored
+    async_copy.mbarrier_arrive(full.index(slot), increment_count=False)  # racecheck follows arrivals of all lanes alone
     return advance(slot, phase, TICKETS)
