@@ -42,13 +42,9 @@ def test_places_are_functions_of_the_launch():
 
 
 def test_hazards_are_counted_by_kind():
-    said = "".join(("noise\n", block(STORE, LOAD), block(DISPATCH, DISPATCH), block(STORE, LOAD)))
-    known, others = sanitized.hazards(said)
+    known, others = sanitized.hazards("noise\n" + 2 * block(DISPATCH, DISPATCH))
     assert not others
-    assert dict(known) == {
-        "ring of tickets": 2,
-        "Triton's dispatch of warps": 1,
-    }
+    assert dict(known) == {"Triton's dispatch of warps": 2}
 
 
 @pytest.mark.parametrize(
@@ -56,16 +52,17 @@ def test_hazards_are_counted_by_kind():
     [
         block(STORE, STORE),
         block(TOLD, TOLD),
-        block(STORE, LOAD, TOLD),  # one of its reads is another's
-        block(("products.py", 140), LOAD),
-        block(("products.py", 140), LOAD).replace("Error", "Warning"),
+        block(STORE, LOAD),
+        block(DISPATCH, DISPATCH, TOLD),  # one of its reads is another's
+        block(("products.py", 140), DISPATCH),
+        block(("products.py", 140), DISPATCH).replace("Error", "Warning"),
         block(("triton.py", 3), ("triton.py", 4)),
-        block(STORE, LOAD).replace(f" in tickets.py:{LOAD[1]} [96", " [96"),  # no line information
+        block(DISPATCH, DISPATCH).replace(f" in folded.py:{DISPATCH[1]} [96", " [96"),  # no line information
         "========= Error: Race reported between Write access at folded_moe+0x1\n========= \n",
     ],
 )
 def test_another_hazard_is_kept_whole(said: str):
-    known, others = sanitized.hazards(block(STORE, LOAD) + said)
+    known, others = sanitized.hazards(block(DISPATCH, DISPATCH) + said)
     assert others == [said.removesuffix("========= \n")]
     assert sum(known.values()) == 1
 
@@ -82,12 +79,23 @@ def test_dispatch_writes_and_reads_its_word_between_barriers_of_all(between: int
     assert re.fullmatch("W+BB+W+BB+RB+", steps)
 
 
+def test_a_wrong_layer_is_told_with_its_place():
+    want = torch.ones(4, 8)
+    wrong = want.clone()
+    wrong[2, 3:5] = torch.nan
+    calls = iter([wrong, want])
+    line, where = sanitized.told("hopper bf16-bf16 bf16 4", lambda: next(calls), want).splitlines()
+    assert line == "hopper bf16-bf16 bf16 4 inf wrong"
+    assert where == "  2 of 32 values (2 NaN), the first at [[2, 3], [2, 4]]; once more: 0.0e+00"
+    assert sanitized.told("a", lambda: want * 1.001, want) == "a 1.0e-03 right"
+
+
 def test_nothing_reported_is_nothing():
     assert sanitized.hazards("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n") == ({}, [])
 
 
 RAN = "".join(
-    f"{backend} {pair} {kind} {tokens} 0.5\n"
+    f"{backend} {pair} {kind} {tokens} 4.0e-03 right\n"
     for backend, pairs in (("hopper", sanitized.PAIRS), ("triton", [sanitized.TRITON_PAIR]))
     for pair, kind in pairs
     for tokens in sanitized.TOKENS
@@ -98,11 +106,17 @@ ENDED = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n
 @pytest.mark.parametrize(
     ("tool", "said", "ran", "code"),
     [
-        ("racecheck", block(STORE, LOAD) + ENDED, RAN, 0),
+        ("racecheck", block(DISPATCH, DISPATCH) + ENDED, RAN, 0),
         ("racecheck", block(STORE, STORE) + ENDED, RAN, 1),
-        ("racecheck", block(STORE, LOAD), RAN, 1),  # it ended early
+        ("racecheck", block(DISPATCH, DISPATCH), RAN, 1),  # it ended early
         ("racecheck", ENDED, RAN, 1),  # a hazard that was not understood
-        ("racecheck", block(STORE, LOAD) + ENDED, RAN[:40], 1),
+        ("racecheck", block(DISPATCH, DISPATCH) + ENDED, RAN[:40], 1),
+        (
+            "racecheck",
+            block(DISPATCH, DISPATCH) + ENDED,
+            RAN.replace("4.0e-03 right", "inf wrong\n  2 of 768 values", 1),
+            1,
+        ),
         ("racecheck", "", "", 1),
         ("memcheck", "========= ERROR SUMMARY: 0 errors\n", RAN[: RAN.index("triton")], 1),
         ("memcheck", "========= ERROR SUMMARY: 0 errors\n", RAN, 0),
