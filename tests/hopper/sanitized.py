@@ -102,24 +102,19 @@ def told(name: str, forward: Callable[[], Tensor], want: Tensor) -> str:
 
 def _layers() -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
     """Arguments of :func:`told`."""
-    from tests.hopper.gpu_layers import EXPERTS, Shape, case_of, gpu_layer, gpu_weights, run
-    from tests.triton.support import call_of, expected, pack, weights
+    from tests.hopper.gpu_layers import Shape, case_of, gpu_layer, gpu_weights, run
+    from tests.triton.support import call_of, expected, pack
 
-    def one(backend: str, shape: Shape) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
+    for backend, pair, activations in (*(("hopper", *kind) for kind in PAIRS), ("triton", *TRITON_PAIR)):
+        shape = Shape(pair, 256, 192, 128, activations)
+        stored = gpu_weights(shape)
         for tokens in TOKENS:
             case = case_of(shape, tokens, "random")
             if backend == "hopper":
-                stored, forward = gpu_weights(shape), partial(run, gpu_layer(shape), case)
+                forward = partial(run, gpu_layer(shape), case)
             else:
-                stored = weights(shape.pair, EXPERTS, shape.width, shape.shared_width, shape.hidden, device="cuda")
-                forward = partial(pack(*stored, shape.activations).forward, call_of(case), folded=True)
-            name = f"{backend} {shape.pair} {shape.activations} {tokens}"
-            yield name, forward, expected(case, *stored, shape.activations)
-
-    for pair, activations in PAIRS:
-        yield from one("hopper", Shape(pair, 256, 192, 128, activations))
-    pair, activations = TRITON_PAIR
-    yield from one("triton", Shape(pair, 256, 192, 128, activations))
+                forward = partial(pack(*stored, activations).forward, call_of(case), folded=True)
+            yield f"{backend} {pair} {activations} {tokens}", forward, expected(case, *stored, activations)
 
 
 def run_layers() -> None:
