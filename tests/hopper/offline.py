@@ -18,7 +18,8 @@ from foldmoe.runtime.offline import standing_in
 @dataclass(frozen=True)
 class Report:
     """Of one compiled kernel: shared memory, spilled bytes, local accesses inside K loops, ptxas warnings, products; K
-    loops that wait for their reads of shared memory before they give a slot back."""
+    loops that wait for their reads of shared memory before they give a slot back; loads and stores where an mbarrier
+    is."""
 
     shared: int
     spilled: int
@@ -28,6 +29,7 @@ class Report:
     warnings: tuple[str, ...]
     products: int
     waits: int
+    at_barriers: tuple[str, ...]
 
 
 def compile_config(config):
@@ -111,7 +113,18 @@ def report(kernel):
         tuple(re.findall(r"C75\d\d[^\n]*", said)),
         sum("GMMA" in line for line in lines),
         sum("WARPGROUP.DEPBAR" in line for line in lines),
+        _at_barriers(lines),
     )
+
+
+def _at_barriers(lines):
+    """Loads and stores whose offset in shared memory is an mbarrier's."""
+    offset = r"[^\[]*\[(?:.*\+)?(0x[0-9a-f]+)\]"
+    barriers = {int(found[1], 16) for line in lines if (found := re.search(r"SYNCS\.EXCH\.64" + offset, line))}
+    assert barriers
+    plain = [(line, found) for line in lines if (found := re.search(r"\b(?:LDS|STS|LDSM|STSM|ATOMS)\b" + offset, line))]
+    assert plain
+    return tuple(line for line, found in plain if int(found[1], 16) in barriers)
 
 
 def _product_loops(lines):

@@ -63,6 +63,7 @@ def check(config):
     assert found.shared <= 232448
     assert not found.warnings, "ptxas serialised wgmma or ignored setmaxnreg"
     assert found.spilled == 0, found
+    assert not found.at_barriers, "memory of an mbarrier that nobody waits at was given to something else"
     if g.quantised and not g.token_scales:
         assert found.fenced == found.loops, "a slot is given back while its scales may still be read"
     if g.token_scales:

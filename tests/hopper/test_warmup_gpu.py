@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="NOT CHECKED: needs a Hopper GPU",
-    ),
-]
+from tests.hopper.apart import NEEDS_HOPPER, run_apart
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = NEEDS_HOPPER
 
 PROGRAM = """
 import sys
@@ -74,15 +69,5 @@ print(len(report.compiled), "compiled", layer.stats())
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_nothing_compiles_after_compiling_ahead(backend: str, tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, backend],
-        env=os.environ | {"FOLDMOE_CACHE_DIR": str(tmp_path / "kernels"), "PYTHONPATH": f"{root}:{root / 'src'}"},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[0]) > 0
+    said = run_apart(PROGRAM, backend, FOLDMOE_CACHE_DIR=str(tmp_path / "kernels"))
+    assert int(said.split()[0]) > 0
