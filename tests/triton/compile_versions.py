@@ -49,6 +49,7 @@ def compile_here() -> None:
             start = time.monotonic()
             found = offline.report(offline.compile_config(config))
             assert not found.warnings, found
+            assert not found.at_barriers, found
             label = f"triton {triton.__version__}  hopper {test_compile.name(config)}"
             spills = f"{found.spilled} bytes spilled, {found.loop_spills} accesses of them in K loops"
             print(f"{label:58} {time.monotonic() - start:5.1f} s  shared {found.shared}, {spills}", flush=True)
