@@ -19,7 +19,7 @@ NEEDS_HOPPER = [
 ]
 
 
-def run_apart(program: str, *arguments: str, at_once: int = 1, timeout: float = 240, **variables: str) -> str:
+def run_apart(program: str, *arguments: str, at_once: int = 1, **variables: str) -> str:
     """What so many processes of ``program`` at once print; fails where one of them does."""
     root = Path(__file__).parents[2]
     started = [
@@ -34,7 +34,7 @@ def run_apart(program: str, *arguments: str, at_once: int = 1, timeout: float = 
         for _ in range(at_once)
     ]
     try:
-        said = [process.communicate(timeout=timeout) for process in started]
+        said = [process.communicate(timeout=240) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -1,7 +1,7 @@
 """On a Hopper GPU that several processes share: a launch is cut short for another one's, and goes on where it was.
 
-A launch of some milliseconds is interrupted often. With four processes on an H200 a bf16 layer had NaN in 15 % of such
-calls: its scratch memory lay where a barrier had been (``reused_barrier.cu``).
+A launch of some milliseconds is interrupted often. bf16 layers had NaN in such calls: their scratch memory lay where a
+barrier had been (``reused_barrier.cu``).
 """
 
 from __future__ import annotations
@@ -38,5 +38,5 @@ assert not wrong
     [("mxfp4-fp8_e8m0", "fp8"), ("fp8-fp8", "fp8"), ("bf16-bf16", "bf16")],
     ids=lambda value: value,
 )
-def test_processes_that_share_a_gpu_get_the_bits_of_one_alone(pair: str, activations: str) -> None:
+def test_every_call_gives_the_same_bits_where_processes_share_a_gpu(pair: str, activations: str) -> None:
     run_apart(PROGRAM, pair, activations, at_once=3)

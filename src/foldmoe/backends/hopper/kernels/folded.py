@@ -310,7 +310,7 @@ def folded_moe(
         mbarrier.init(ticket_full.index(i), count=1 + 32)
         mbarrier.init(ticket_empty.index(i), count=128 * WGS + 32)
     # bf16 tiles agree on no scale. The compiler gives a barrier at which nobody waits to scratch, which PTX forbids:
-    # under racecheck its first state, as bf16 a NaN, turned up as a hidden value.
+    # a GPU that processes share writes its state back there, as bf16 a NaN (tests/hopper/reused_barrier.cu).
     amax_full = values
     if C.geometry.quantised:
         amax_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
