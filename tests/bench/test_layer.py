@@ -11,9 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from foldmoe import Format
-from foldmoe.bench import layer, shapes, timing
+from foldmoe.bench import ceilings, layer, shapes, timing
 from foldmoe.bench.result import LayerResult
 from foldmoe.cli.main import app
+from foldmoe.report import bench_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +41,20 @@ def test_every_arm_is_checked_and_timed(small: str) -> None:
         assert 0 < row.low <= row.seconds <= row.high
         assert row.floor > 0
     assert result.refused["dual-stream"] == "a CPU has no second stream"
+
+
+def test_no_row_is_faster_than_its_floor(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading by a reduction may be slower than a layer's own reading."""
+    monkeypatch.setattr(ceilings, "measure", lambda device, *, fp8: ceilings.Ceilings(1.0, 1.0, "bf16"))
+    result = layer.run(layer.Request(small, (1, 5), ("folded",), rounds=2, inputs=2, device="cpu"))
+    assert all(row.floor <= row.seconds * (1 + 1e-9) for row in result.rows)
+    assert max(row.floor / row.seconds for row in result.rows) == pytest.approx(1)
+    assert result.ceilings.matmul == max(row.teraflops for row in result.rows) * 1e12
+    assert "GB/s read (by an arm), " in bench_table.remarks(result)[0]
+    monkeypatch.setattr(ceilings, "measure", lambda device, *, fp8: ceilings.Ceilings(1e15, 1e18, "bf16"))
+    result = layer.run(layer.Request(small, (1,), ("folded",), rounds=2, inputs=2, device="cpu"))
+    assert result.ceilings == ceilings.Ceilings(1e15, 1e18, "bf16")
+    assert "GB/s read, " in bench_table.remarks(result)[0]
 
 
 def test_stock_is_refused_with_the_reason_where_weights_are_quantised(small: str) -> None:

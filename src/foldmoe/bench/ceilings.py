@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,9 +23,14 @@ class Ceilings:
     matmul: float
     matmul_dtype: str
 
-    def floor_seconds(self, nbytes: int, flops: int) -> float:
+    def floor_seconds(self, nbytes: float, flops: float) -> float:
         """No kernel is faster than its bytes or its operations."""
         return max(nbytes / self.read_bandwidth, flops / self.matmul)
+
+    def at_least(self, read_bandwidth: float, operations: float) -> Ceilings:
+        """The same, but no lower than what an arm reached: the device can do that much."""
+        reached = max(self.read_bandwidth, read_bandwidth), max(self.matmul, operations)
+        return replace(self, read_bandwidth=reached[0], matmul=reached[1])
 
 
 def measure(device: torch.device, *, fp8: bool) -> Ceilings:

@@ -91,11 +91,11 @@ def run(request: Request, progress: Callable[[str], None] | None = None) -> Laye
     except (Exception, KeyboardInterrupt) as error:  # whatever it is, an hour of rows must not be lost with it
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {_first_line(error)}"
         result.refused[f"{tokens:,} tokens"] = why
-        raise StoppedError(tokens, why, result) from error
+        raise StoppedError(tokens, why, result.bounded()) from error
     finally:
         result.refused.update(peers.refused)
         result.memory.update({name: layer.memory() for name, layer in held.items()})
-    return result
+    return result.bounded()
 
 
 def _first_line(error: BaseException) -> str:

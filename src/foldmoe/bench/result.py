@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from foldmoe import result_file
@@ -70,6 +70,11 @@ class Row:
     teraflops: float
     against: float | None = None
 
+    def bounded(self, ceilings: Ceilings) -> Row:
+        """The same row with its floor by other ceilings."""
+        nbytes, operations = self.gigabytes_per_second * 1e9 * self.seconds, self.teraflops * 1e12 * self.seconds
+        return replace(self, floor=ceilings.floor_seconds(nbytes, operations))
+
 
 @dataclass(frozen=True)
 class LayerResult:
@@ -78,7 +83,7 @@ class LayerResult:
     Args:
         request: what was asked; :attr:`Request.command` asks again.
         shape: its key; ``what`` it stands for and ``spec``, the layer in words.
-        ceilings: measured in the same run.
+        ceilings: measured in the same run, and no lower than what a row reached.
         versions: by name.
         refused: arms that did not run, with the reason.
         command: :attr:`Request.command`, for people who read the file.
@@ -95,6 +100,12 @@ class LayerResult:
     refused: dict[str, str] = field(default_factory=dict)
     command: str = ""
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def bounded(self) -> LayerResult:
+        """The same rows by ceilings no lower than what one of them reached, so that none is below its floor."""
+        read = max((row.gigabytes_per_second * 1e9 for row in self.rows), default=0.0)
+        ceilings = self.ceilings.at_least(read, max((row.teraflops * 1e12 for row in self.rows), default=0.0))
+        return replace(self, ceilings=ceilings, rows=[row.bounded(ceilings) for row in self.rows])
 
     def save(self, path: Path | str) -> None:
         """Write the file that :meth:`load` reads."""

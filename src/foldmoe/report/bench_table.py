@@ -32,8 +32,9 @@ def bench_table(result: LayerResult) -> RenderableType:
 def remarks(result: LayerResult) -> list[str]:
     """What floors are made of, what errors mean, what did not run and why."""
     found = result.ceilings
+    own = any(row.gigabytes_per_second * 1e9 >= found.read_bandwidth for row in result.rows)
     return [
-        f"ceilings in this run: {found.read_bandwidth / 1e9:,.0f} GB/s read, "
+        f"ceilings in this run: {found.read_bandwidth / 1e9:,.0f} GB/s read{' (by an arm)' if own else ''}, "
         f"{found.matmul / 1e12:,.2f} TFLOP/s {found.matmul_dtype}",
         *(f"{arm}: {_memory(found)}" for arm, found in result.memory.items()),
         *(["errors of peers: against the float64 oracle on unquantised activations"] if result.request.peers else []),
