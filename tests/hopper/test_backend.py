@@ -183,10 +183,14 @@ def test_chosen_on_a_hopper():
     assert HopperBackend().unavailable(resolve("cpu")) == "needs a Hopper GPU (sm_90), found cpu"
 
 
-@pytest.mark.parametrize(("ranks", "dual"), [(1, {17, 32, 64}), (8, set())])
-def test_two_streams_where_they_measured_faster(ranks, dual):
-    """V4-Flash's 256 experts on one card, and a rank of eight."""
-    spec = SHAPES["A" if ranks == 1 else "B"].spec
+@pytest.mark.parametrize(
+    ("shape", "dual"),
+    [("A", {17, 32, 64}), ("B", set()), ("C", set()), ("GLM", {1}), ("GLM-bf16", {1})]
+    + [(shape, set()) for shape in ("GLM-4.5", "V3", "Qwen3-Next")],
+)
+def test_two_streams_where_they_measured_faster(shape, dual):
+    """V4-Flash's 256 experts on one card and a rank of eight; FP8 and bf16 experts whose down tiles nearly fit."""
+    spec = SHAPES[shape].spec
     plan = plan_layer(spec, FusionPolicy(), resolve("h200"))
     assert {tokens for tokens in (1, 16, 17, 32, 64, 65, 8192) if not plan.folds_at(tokens)} == dual
     assert all(plan_layer(spec, FusionPolicy("native"), resolve("h200")).folds_at(tokens) for tokens in (1, 32, 128))

@@ -42,9 +42,9 @@ def _spec(
     )
 
 
-def _fp8(hidden: int, experts: int, width: int) -> LayerSpec:
-    """Block FP8 throughout, with float32 scales, top-8."""
-    return _spec(hidden, experts, width, Format.FP8_128x128, Format.FP8_128x128, top_k=8, e8m0_scales=False)
+def _fp8(hidden: int, experts: int, width: int, top_k: int = 8) -> LayerSpec:
+    """Block FP8 throughout, with float32 scales."""
+    return _spec(hidden, experts, width, Format.FP8_128x128, Format.FP8_128x128, top_k=top_k, e8m0_scales=False)
 
 
 SHAPES = {
@@ -54,13 +54,15 @@ SHAPES = {
     "C": Shape("one EP8 rank of DeepSeek-V4.1-Flash", _spec(5120, 48, 2304, Format.MXFP4, Format.FP8_32x32, 10.0)),
     "D": Shape("one EP8 rank of DeepSeek-V4-Pro", _spec(7168, 48, 3072, Format.MXFP4, Format.FP8_128x128, 10.0)),
     "V3": Shape("DeepSeek-V3, all experts", _fp8(7168, 256, 2048)),
+    "GLM-4.5": Shape("GLM-4.5 in block FP8, all experts", _fp8(5120, 160, 1536)),
     "GLM": Shape("GLM-4.5-Air in block FP8, all experts", _fp8(4096, 128, 1408)),
     "GLM-bf16": Shape("GLM-4.5-Air, all experts", _spec(4096, 128, 1408, Format.BF16, Format.BF16, top_k=8)),
+    "Qwen3-Next": Shape("Qwen3-Next in block FP8, all experts", _fp8(2048, 512, 512, top_k=10)),
     "cpu": Shape("bf16 layer of a size for CPUs", _spec(1024, 64, 512, Format.BF16, Format.BF16)),
     "cpu-v4": Shape("the same layer as DeepSeek-V4 stores it", _spec(1024, 64, 512, Format.MXFP4, Format.FP8_128x128)),
 }
 
-WHOLE = ("A", "V3", "GLM", "GLM-bf16")
+WHOLE = ("A", "V3", "GLM-4.5", "GLM", "GLM-bf16", "Qwen3-Next")
 """Shapes with all experts of a model; the others are one rank's part."""
 
 CUT_IN_WIDTH = ("A-tp8",)

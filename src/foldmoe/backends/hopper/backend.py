@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from foldmoe.planner.plan import Rows
 
 
+_MANY, _SMS = 128, 132
+"""Experts of a rank from which folding was not always faster; SMs of an H200."""
+
+
 @cache
 def _missing() -> str | None:
     """What has to be installed."""
@@ -57,13 +61,23 @@ class HopperBackend(Backend):
         return tuned.describe(spec, device.name)
 
     def fold_rows(self, spec: LayerSpec, device: Device) -> tuple[Rows, ...]:
-        """Everywhere, but not from 17 to 64 tokens where a rank holds 128 experts or more: with 256 (V4-Flash on one
-        H200), two streams took 1 to 2 % less at 32 tokens in three runs; with 32 and 48, folding did.
+        """Everywhere, but where a rank holds 128 experts or more, by what an H200 measured:
+
+        - MXFP4: not from 17 to 64 tokens. Two streams took .2 to 2 % less at 32 (V4-Flash on one card); with 32 and 48
+          experts folding did.
+        - FP8 and bf16: not one token, if its down tiles are more than the SMs only with the shared expert's among them.
+          Two streams took 4 to 5 % less with 128 and 16 of them (GLM-4.5-Air), folding 3 to 10 % less with 80 and 8
+          (Qwen3-Next), 160 and 20 (GLM-4.5) and 224 and 28 (DeepSeek-V3).
 
         Args:
             spec: the part of the rank with the most experts, so that all ranks fold alike.
         """
-        return ((0, 17), (65, None)) if spec.routed.count >= 128 else ((0, None),)
+        if spec.routed.count < _MANY:
+            return ((0, None),)
+        if spec.routed.format.packed:
+            return ((0, 17), (65, None))
+        tiles = -(-spec.hidden // 256)
+        return ((2, None),) if spec.top_k * tiles <= _SMS < (spec.top_k + 1) * tiles else ((0, None),)
 
     def pack(
         self,
