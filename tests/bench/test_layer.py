@@ -54,6 +54,7 @@ def test_no_row_is_faster_than_its_floor(small: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ceilings, "measure", lambda device, *, fp8: ceilings.Ceilings(1e15, 1e18, "bf16"))
     result = layer.run(layer.Request(small, (1,), ("folded",), rounds=2, inputs=2, device="cpu"))
     assert result.ceilings == ceilings.Ceilings(1e15, 1e18, "bf16")
+    assert all(row.floor < row.seconds for row in result.rows)
     assert "GB/s read, " in bench_table.remarks(result)[0]
 
 

@@ -102,9 +102,11 @@ class LayerResult:
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def bounded(self) -> LayerResult:
-        """The same rows by ceilings no lower than what one of them reached, so that none is below its floor."""
+        """Where a row reached more than a ceiling: by ceilings raised to it, so that no row is below its floor."""
         read = max((row.gigabytes_per_second * 1e9 for row in self.rows), default=0.0)
         ceilings = self.ceilings.at_least(read, max((row.teraflops * 1e12 for row in self.rows), default=0.0))
+        if ceilings == self.ceilings:
+            return self
         return replace(self, ceilings=ceilings, rows=[row.bounded(ceilings) for row in self.rows])
 
     def save(self, path: Path | str) -> None:

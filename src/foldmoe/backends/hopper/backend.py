@@ -66,7 +66,7 @@ class HopperBackend(Backend):
         - MXFP4: not from 17 to 64 tokens. Two streams took .2 to 2 % less at 32 (V4-Flash on one card); with 32 and 48
           experts folding did.
         - FP8 and bf16: not one token, if its down tiles are more than the SMs only with the shared expert's among them.
-          Two streams took 4 to 5 % less with 128 and 16 of them (GLM-4.5-Air), folding 3 to 10 % less with 80 and 8
+          Two streams took 3 to 5 % less with 128 and 16 of them (GLM-4.5-Air), folding 3 to 10 % less with 80 and 8
           (Qwen3-Next), 160 and 20 (GLM-4.5) and 224 and 28 (DeepSeek-V3).
 
         Args:
